@@ -17,7 +17,7 @@ from headway.diagnosis.imbalance import is_moving, least_blame_ms, uneven
 from headway.diagnosis.launches import find_late_launch, launch_finding
 from headway.diagnosis.network import find_slow_link, link_finding
 from headway.diagnosis.pauses import longest_pause
-from headway.diagnosis.pipeline import EXPLAINED, pipeline_findings
+from headway.diagnosis.pipeline import EXPLAINED, of_messages, pipeline_findings, waits_for_messages
 from headway.diagnosis.servers import server_finding
 from headway.diagnosis.skew import find_skew, skew_finding
 from headway.diagnosis.stalls import Stalls, find_stalls, stall_finding
@@ -50,7 +50,9 @@ def find_causes(
         found = superseded(found, link_finding(link, step_ms), "communication")
     if (served := server_finding(trace, times, rows, step_ms)) is not None:
         found = superseded(found, served, "communication", "rest")
-    if trace.stages and (waits := pipeline_findings(trace, steps, step_ms)):
+    if not trace.stages and waits_for_messages(times, rows):
+        found = of_messages(found, times, stragglers, step_ms)
+    elif trace.stages and (waits := pipeline_findings(trace, steps, step_ms)):
         found = [one for one in found if one.cause not in EXPLAINED] + waits
     if (skewed := find_skew(trace, step_ms)) is not None:
         slow = any(one.cause == "straggler" and skewed.rank in one.ranks for one in found)
@@ -71,7 +73,8 @@ def _of_mean_step(
 ) -> list[Finding]:
     """What the parts of the mean step say, and what of it are stalls in single steps."""
     sharded = any(info.fully_sharded for info in trace.manifest.ranks)
-    shape = communication_shape(times, rows, trace.events, sharded=sharded)
+    blocks = all("gloo" in info.backend.lower() for info in trace.manifest.ranks)
+    shape = communication_shape(times, rows, trace.events, sharded=sharded, blocks=blocks)
     late_ms = np.mean([time.per_step(time.straggling) for time in times.values()], axis=0) / NS_A_MS
     own_ms = np.stack([time.own_ms for time in times.values()])
     usual = partial(
@@ -80,31 +83,45 @@ def _of_mean_step(
         shape=shape,
         pause=longest_pause(times, trace.events),
         communication_ms=communication_cost_ms(times, rows),
+        hosts=trace.hosts,
         world_size=len(times),
     )
+    ordered = _is_hidden(stragglers) or waits_for_messages(times, rows)
     stalls = find_stalls(times, trace.events, steps)
     if stalls is None:
         return usual(
-            stragglers, moving=is_moving(blamed, times), waits=_waits(late_ms, own_ms, mean.total_ms)
+            stragglers,
+            moving=not ordered and is_moving(blamed, times),
+            waits=_waits(late_ms, own_ms, mean.total_ms, trace),
         )
     finding = stall_finding(stalls, mean.total_ms, len(times))
     steady = tuple(one for one in stragglers if not (finding.stands_out and _only_stalls(one, stalls)))
     calm_ms = np.delete(late_ms, sorted(stalls.disturbed))
     found = usual(
         steady,
-        moving=is_moving(blamed, times, stalls.disturbed),
-        waits=_waits(calm_ms, own_ms, mean.total_ms - stalls.cost_ms),
+        moving=not ordered and is_moving(blamed, times, stalls.disturbed),
+        waits=_waits(calm_ms, own_ms, mean.total_ms - stalls.cost_ms, trace),
     )
     part = stalls.where if stalls.where in CAUSES else REST
     of_mean_rank_ms = stalls.cost_ms * len(stalls.ranks) / len(times)
     return [*unexplained(found, finding, part, explained_ms=of_mean_rank_ms), finding]
 
 
-def _waits(late_ms: Floats, own_ms: Floats, step_ms: float) -> Waits:
+def _waits(late_ms: Floats, own_ms: Floats, step_ms: float, trace: Trace) -> Waits:
     mean_ms = float(late_ms.mean()) if len(late_ms) else 0.0
-    return Waits(mean_ms, uneven(late_ms, step_ms, len(own_ms)), least_blame_ms(own_ms, step_ms))
+    on_devices = all("ccl" in info.backend.lower() for info in trace.manifest.ranks)
+    return Waits(
+        mean_ms,
+        uneven(late_ms, step_ms, len(own_ms), on_devices=on_devices),
+        least_blame_ms(own_ms, step_ms, on_devices=on_devices),
+    )
+
+
+def _is_hidden(stragglers: tuple[Straggler, ...]) -> bool:
+    """Whether the worst straggler delays communication, rather than that others stand still for it."""
+    return bool(stragglers) and stragglers[0].hidden_ms > stragglers[0].blame_ms
 
 
 def _only_stalls(straggler: Straggler, stalls: Stalls) -> bool:
     """Whether a rank is late for little else than its stalls."""
-    return straggler.rank in stalls.ranks and stalls.cost_ms >= HALF * straggler.blame_ms
+    return straggler.rank in stalls.ranks and stalls.cost_ms >= HALF * straggler.cost_ms

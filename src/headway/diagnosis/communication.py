@@ -19,9 +19,10 @@ class Communications:
 
     Rows of one ``instance`` are the members' views of one collective (or of one message). ``arrival_ns`` is when
     its last member asked for it, at most this row's end; ``last_rank`` is that member. A rank that did
-    not record the collective cannot be waited for. A send never waits for its receiver. ``inner`` marks the messages
-    that a recorded collective of their rank consists of. ``members`` counts the ranks that take part, recorded or not;
-    ``next_rank`` is the one after this row's rank among them, to which a ring sends, or -1 where it is not known.
+    not record the collective cannot be waited for. A send waits for its receiver on devices only. ``inner`` marks the
+    messages that a recorded collective of their rank consists of. ``members`` counts the ranks that take part,
+    recorded or not; ``next_rank`` is the one after this row's rank among them, to which a ring sends, or -1 where it
+    is not known.
     """
 
     rank: Ints
@@ -84,7 +85,9 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
 
     order = np.lexsort((enqueue, instance))  # the last row of each instance is its last arriver
     last = order[np.flatnonzero(np.diff(instance[order], append=-1) != 0)] if rows else order
-    sends = kind == Kind.SEND
+    # A kernel that sends lasts until its receiver has come; whoever sends by a call is done when that returns.
+    meets = all("ccl" in info.backend.lower() for info in trace.manifest.ranks)
+    sends = (kind == Kind.SEND) & (not meets)
     members, next_rank = _rings(
         trace, rank, [event.group for _, event in rows], instance, kind == Kind.COLLECTIVE
     )

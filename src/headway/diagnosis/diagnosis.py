@@ -13,12 +13,13 @@ from headway.diagnosis.averaging import Averaging, find_averaging
 from headway.diagnosis.breakdown import NS_A_MS, Breakdown, breakdown, mean_breakdown, overlap_percent
 from headway.diagnosis.causes import find_causes
 from headway.diagnosis.communication import Communications, match
+from headway.diagnosis.consistency import OF_ORDER, contradictions, skewed_start
 from headway.diagnosis.critical_path import PathPiece, critical_path, typical_step
 from headway.diagnosis.details import Details, find_details
 from headway.diagnosis.findings import Finding
 from headway.diagnosis.group_findings import NOT_TOGETHER, of_groups
 from headway.diagnosis.links import Link, find_links
-from headway.diagnosis.stragglers import Straggler, blames, find_stragglers
+from headway.diagnosis.stragglers import UNKNOWN, Straggler, blames, find_stragglers
 from headway.diagnosis.timeline import RankTime, rank_time
 from headway.diagnosis.verdict import verdict
 from headway.errors import TraceError
@@ -70,6 +71,7 @@ class Diagnosis:
             (
                 (each.cause, f"{each.cost_ms:.2f}", ", ".join(map(str, each.ranks)), each.sentence)
                 for each in self.findings
+                if each.stands_out
             ),
         )
 
@@ -111,6 +113,8 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     Raises TraceError if the ranks share no recorded step, ClusterError if ``cluster`` does not fit.
     """
     steps = _common_steps(trace)
+    late_start = skewed_start(trace, steps)
+    steps = steps[1:] if late_start else steps
     rows = match(trace)
     times = {
         rank: rank_time(rank, events, steps, rows.of_rank(rank))
@@ -128,6 +132,8 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         step_ms=step_ms,
         uncertainty_ms=max((one.uncertainty_us for one in clock.values()), default=0.0) / 1e3,
     )
+    if trace.missing_ranks:  # who computes no longer than others may itself wait for a rank that is not here
+        stragglers = tuple(one for one in stragglers if one.cause != UNKNOWN)
     apart = (NOT_TOGETHER,) if trace.rounds else ()
     path = critical_path(trace, times, rows)
     index, rank = typical_step(times)
@@ -136,8 +142,12 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     findings = find_causes(trace, times, rows, mean, stragglers, found, steps)
     if averaging is not None:
         findings = of_groups(findings, averaging, step_ms)
+    broken = contradictions(trace, times, rows, stragglers, step_ms)
+    if broken:
+        stragglers = ()
+        findings = [one for one in findings if one.cause not in OF_ORDER]
     return Diagnosis(
-        verdict=verdict(mean, findings, stragglers, world_size=len(times)),
+        verdict=verdict(mean, findings, contradictions=broken, world_size=len(times)),
         findings=tuple(findings),
         steps=steps,
         step_ms=step_ms,
@@ -149,7 +159,12 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         links=find_links(trace, times, rows, cluster),
         critical_path=path,
         clock=clock,
-        notes=(*trace.manifest.notes, *apart, *_notes(trace, times, rows, clock, step_ms)),
+        notes=(
+            *((late_start,) if late_start else ()),
+            *trace.manifest.notes,
+            *apart,
+            *_notes(trace, times, rows, clock, step_ms),
+        ),
         step_times_ms=_step_times_ms(times),
         averaging=averaging,
         details=find_details(trace, times, rows),
@@ -239,6 +254,7 @@ def _straggler_document(straggler: Straggler) -> dict[str, Any]:
     return {
         "rank": straggler.rank,
         "blame_ms": round(straggler.blame_ms, 6),
+        "hidden_ms": round(straggler.hidden_ms, 6),
         "cause": straggler.cause,
         "late_ms": round(straggler.late_ms, 6),
         "own_ms": round(straggler.own_ms, 6),

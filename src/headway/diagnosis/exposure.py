@@ -17,6 +17,7 @@ from headway.units import format_bytes
 
 SMALL_BYTES = 256 * 1024
 MANY = 16  # collectives a step
+LAYERS = 2  # places a step between which computation waits, from which on these are layers
 MOST = 0.5  # of what is waited: what a cause that is told has to explain
 
 
@@ -45,20 +46,50 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
             "nothing hides them"
         )
     if shape.sharded:
-        return (
-            f"the all-gathers and reduce-scatters of a fully sharded model, {shape.collectives:.3g} of "
-            f"{format_bytes(shape.mean_bytes)} on average a step, which the computation of its layers does not "
-            "hide; prefetch more, shard larger groups, or keep parameters gathered (reshard_after_forward=False)"
-        )
+        return _sharded(shape)
     if shape.blocking_ms > MOST * mean.exposed_communication:
-        others = " and others" if shape.blocking_kinds > 1 else ""
-        return (
-            f"{shape.blocking_name or 'communication'}{others} outside of the gradients, because the program blocks on "
-            f"{shape.blocking_count:.3g} of them a step; remove them, call them less often, or start them "
-            "asynchronously"
-        )
+        return _blocking(shape)
     exposed_ms = mean.exposed_communication
     return _latency(shape) or _link(shape, exposed_ms) or _buckets(shape, exposed_ms)
+
+
+def _sharded(shape: CommunicationShape) -> str:
+    gathers = (
+        f"the all-gathers and reduce-scatters of a fully sharded model, {shape.collectives:.3g} of "
+        f"{format_bytes(shape.mean_bytes)} on average a step"
+    )
+    fewer = "shard larger groups, or keep parameters gathered (reshard_after_forward=False)"
+    if shape.blocks:
+        return f"{gathers}, each of which blocks its thread on this backend, so that no prefetch hides it; {fewer}"
+    return f"{gathers}, which the computation of its layers does not hide; prefetch more, {fewer}"
+
+
+def _blocking(shape: CommunicationShape) -> str:
+    """What is no gradients and was waited for."""
+    others = " and others" if shape.blocking_kinds > 1 else ""
+    name = f"{shape.blocking_name or 'communication'}{others}"
+    if shape.blocking_name in ("send", "receive", "send_receive"):
+        return (
+            f"messages between ranks, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average a "
+            "step, while these have nothing else to compute; split batches into more micro-batches, or place stages "
+            "that exchange them inside one host"
+        )
+    if shape.of_layers > MOST and shape.layers >= LAYERS:
+        experts = shape.blocking_name == "all_to_all"
+        kind = "expert parallelism does" if experts else "tensor, sequence and context parallelism do"
+        what = (
+            "balance the experts' tokens, or overlap it with other computation"
+            if experts
+            else "overlap it with the layers' computation, or give the group fewer ranks"
+        )
+        return (
+            f"{name} between layers, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average a "
+            f"step, under which nothing computes, as {kind}; keep each group inside one host, {what}"
+        )
+    return (
+        f"{name} outside of the gradients, because the program blocks on {shape.blocking_count:.3g} of them a step; "
+        "remove them, call them less often, or start them asynchronously"
+    )
 
 
 def _latency(shape: CommunicationShape) -> str:

@@ -27,12 +27,12 @@ class Finding:
     stands_out: bool = True
 
     def to_document(self) -> dict[str, Any]:
-        """As ``headway diagnose --json`` prints it."""
+        """As ``headway diagnose --json`` prints it. What does not stand out is measured, and nothing is said of it."""
         return {
             "cause": self.cause,
             "cost_ms": round(self.cost_ms, 6),
             "ranks": list(self.ranks),
-            "sentence": self.sentence,
+            **({"sentence": self.sentence} if self.stands_out or self.cause == "clock_skew" else {}),
             "stands_out": self.stands_out,
         }
 

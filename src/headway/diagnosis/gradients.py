@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from headway import intervals
-from headway.arrays import Ints
+from headway.arrays import Flags, Ints
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.links import sent_volumes
 from headway.diagnosis.timeline import RankTime
 from headway.trace.events import Events, Kind
+
+NEAR_NS = 20_000  # by which a kernel may seem to begin before the one that it waits for has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,22 @@ class CommunicationShape:
     blocking_name: str  # of those the one that is waited for longest
     blocking_kinds: int  # how many names they have
     blocking_count: float  # a step
+    blocking_bytes: float  # of those on average
+    of_layers: float  # the share of ``blocking_ms`` that lies between the layers of forward and backward
+    layers: float  # between how many pairs of layers, a step
     sharded: bool = False  # parameters are gathered and gradients scattered a layer at a time, by fully_shard
+    blocks: bool = False  # every call of this backend blocks its thread
 
 
 def communication_shape(
-    times: dict[int, RankTime], rows: Communications, events: dict[int, Events], *, sharded: bool = False
+    times: dict[int, RankTime],
+    rows: Communications,
+    events: dict[int, Events],
+    *,
+    sharded: bool = False,
+    blocks: bool = False,
 ) -> CommunicationShape:
-    """Measure how the steps communicate."""
+    """Measure how the steps communicate. ``sharded`` and ``blocks`` are what the recording says itself."""
     steps = sum(len(time.step_start_ns) for time in times.values())
     within = np.zeros(len(rows), dtype=bool)
     ready = np.full(len(rows), np.nan)
@@ -63,7 +75,7 @@ def communication_shape(
         if (share := _mean(ready[carrying & (rows.bucket == bucket)])) is not None
     }
     last = max(shares, key=lambda bucket: (shares[bucket], bucket), default=-1)
-    blocking_ms, of_name, blocking_count = _blocking(times, rows, steps)
+    blocking = _blocking(times, rows, steps)
     return CommunicationShape(
         collectives=float(counted.sum()) / steps,
         mean_bytes=float(rows.size_bytes[counted].mean()) if counted.any() else 0.0,
@@ -78,11 +90,15 @@ def communication_shape(
         volume_ms=_volume_ns(times, rows, carrying) / steps / 1e6,
         backward_ms=_computed_ns(times, "backward") / steps / 1e6,
         hiding_ms=(_computed_ns(times, "backward") + _computed_ns(times, "forward")) / steps / 1e6,
-        blocking_ms=blocking_ms,
-        blocking_name=max(of_name, key=lambda name: of_name[name], default=""),
-        blocking_kinds=len(of_name),
-        blocking_count=blocking_count,
-        sharded=sharded,
+        blocking_ms=blocking.total_ms,
+        blocking_name=max(blocking.of_name, key=lambda name: blocking.of_name[name], default=""),
+        blocking_kinds=len(blocking.of_name),
+        blocking_count=blocking.a_step,
+        blocking_bytes=blocking.mean_bytes,
+        of_layers=blocking.of_layers,
+        layers=blocking.layers,
+        sharded=sharded or _is_sharded(times, rows),
+        blocks=blocks,
     )
 
 
@@ -159,25 +175,87 @@ def _passes(time: RankTime, events: Events) -> tuple[Ints, Ints]:
     return begins[first], np.maximum(until, time.backward[np.append(first[1:], len(begins)) - 1, 1])
 
 
-def _blocking(
-    times: dict[int, RankTime], rows: Communications, steps: int
-) -> tuple[float, dict[str, int], float]:
-    """The collectives outside the gradients that blocked: their exposed time a step in ms, by name, how many a step.
+class _Blocking(NamedTuple):
+    """What was waited for outside of the gradients: a step in ms, by name in ns over all steps, how many a step."""
 
-    What of a name is waited for is in nanoseconds, over all steps.
-    """
-    total_ns = count = 0
+    total_ms: float
+    of_name: dict[str, int]
+    a_step: float
+    mean_bytes: float
+    of_layers: float
+    layers: float
+
+
+def _blocking(times: dict[int, RankTime], rows: Communications, steps: int) -> _Blocking:
+    total_ns = count = layers = layers_ns = waited_ns = size_bytes = 0
     of_name: dict[str, int] = {}
     for rank, time in times.items():
-        own = np.flatnonzero((rows.rank == rank) & (rows.bucket < 0))
-        spans = intervals.union(rows.arrival_ns[own], rows.end_ns[own])
-        total_ns += int(time.per_step(intervals.intersect(time.exposed, spans)).sum())
-        waited = intervals.length_within(time.exposed, rows.arrival_ns[own], rows.end_ns[own])
+        own = rows.where((rows.rank == rank) & (rows.bucket < 0))
+        spans = intervals.union(own.arrival_ns, own.end_ns)
+        exposed = intervals.intersect(time.exposed, intervals.union(time.step_start_ns, time.step_end_ns))
+        total_ns += intervals.length_ns(intervals.intersect(exposed, spans))
+        waited = intervals.length_within(exposed, own.arrival_ns, own.end_ns)
         count += int(np.count_nonzero(waited))
-        for name, waited_ns in zip(rows.name[own].tolist(), waited.tolist(), strict=True):
-            if waited_ns:
-                of_name[name] = of_name.get(name, 0) + waited_ns
-    return total_ns / steps / 1e6, of_name, count / steps
+        size_bytes += int(own.size_bytes[waited > 0].sum())
+        waited_ns += int(waited.sum())
+        between = _between_layers(time, own) & (waited > 0)
+        layers_ns += int(waited[between].sum())
+        computing = intervals.join(time.forward, time.backward)
+        layers += len(np.unique(np.searchsorted(computing[:, 0], own.arrival_ns[between])))
+        for name, one_ns in zip(own.name.tolist(), waited.tolist(), strict=True):
+            if one_ns:
+                of_name[name] = of_name.get(name, 0) + one_ns
+    return _Blocking(
+        total_ns / steps / 1e6, of_name, count / steps, size_bytes / max(count, 1),
+        layers_ns / max(waited_ns, 1), layers / steps,
+    )  # fmt: skip
+
+
+def _between_layers(time: RankTime, own: Communications) -> Flags:
+    """Which of a rank's rows lie inside of a step's forward and backward: these compute before and after them."""
+    before, after = _pass_at(time, own.arrival_ns, before=True), _pass_at(time, own.end_ns, before=False)
+    step = np.searchsorted(time.step_start_ns, own.arrival_ns, side="right")
+    inside: Flags = step == np.searchsorted(time.step_start_ns, own.end_ns, side="right")
+    return inside & (before >= 0) & (before <= after)
+
+
+def _pass_at(time: RankTime, moments: Ints, *, before: bool) -> Ints:
+    """0 for forward and 1 for backward, by what was computed last before each moment or first after it; else -1."""
+    borders = 1 if before else 0
+    ends = np.concatenate([time.forward[:, borders], time.backward[:, borders]])
+    kind = np.repeat([0, 1], [len(time.forward), len(time.backward)])
+    order = np.argsort(ends, kind="stable")
+    ends, kind = ends[order], kind[order]
+    if not len(ends):
+        return np.full(len(moments), -1, dtype=np.int64)
+    place = (
+        np.searchsorted(ends, moments + NEAR_NS, side="right") - 1
+        if before
+        else np.searchsorted(ends, moments - NEAR_NS)
+    )
+    known = (place >= 0) & (place < len(ends))
+    return np.where(known, kind[np.clip(place, 0, len(ends) - 1)], -1)
+
+
+def _is_sharded(times: dict[int, RankTime], rows: Communications) -> bool:
+    """Whether a group gathers several times in forward and scatters several times in backward, and only there.
+
+    So do FSDP and ZeRO. Sequence parallelism scatters in forward, too.
+    """
+    for rank, time in times.items():
+        own = rows.where(rows.rank == rank)
+        at = _pass_at(time, own.arrival_ns, before=True)
+        at[at < 0] = 0
+        for group in dict.fromkeys(own.group.tolist()):
+            here = own.group == group
+            gathers = (own.name == "all_gather") & here
+            scatters = (own.name == "reduce_scatter") & here
+            least = 2 * len(time.step_start_ns)
+            in_forward = int((scatters & (at == 0)).sum())
+            if gathers.sum() >= least and scatters.sum() >= least and 4 * in_forward <= scatters.sum():
+                return True
+        break
+    return False
 
 
 def _mean(values: np.ndarray) -> float | None:

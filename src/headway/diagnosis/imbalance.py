@@ -20,6 +20,7 @@ STRAGGLER_STANDS_OUT = 0.05
 LEAST_STEPS = 5  # of fewer it cannot be said that it is a different rank each time
 NOISE = 0.08  # of a step: how much the work of equal workers varies, as a standard deviation
 LEAST_NOISE = 0.06  # where the recording shows less than that, it has too few steps to know
+DEVICE_NOISE = 0.02  # the same two of ranks that compute on devices of their own, which nothing else uses
 SPREAD_OF_WAITS = (
     0.6  # standard deviation, over steps, of the wait averaged over ranks, in those of a rank's work
 )
@@ -55,7 +56,7 @@ def is_moving(found: list[Blame], times: dict[int, RankTime], apart: frozenset[i
     return explained < MOST_STEPS * len(chiefs)
 
 
-def uneven(late_ms: npt.NDArray[np.float64], step_ms: float, ranks: int) -> bool:
+def uneven(late_ms: npt.NDArray[np.float64], step_ms: float, ranks: int, *, on_devices: bool = False) -> bool:
     """Whether ranks wait for one another for more than equal workers do.
 
     ``late_ms`` is how long ranks wait for others in each step, averaged over ranks. Of workers whose work varies by
@@ -68,17 +69,18 @@ def uneven(late_ms: npt.NDArray[np.float64], step_ms: float, ranks: int) -> bool
         return False
     usual_ms = float(np.mean(np.sort(late_ms)[: steps - max(1, steps // 10)]))
     longest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-    by_chance = NOISE * (longest + 2 * SPREAD_OF_WAITS / math.sqrt(steps))
+    by_chance = (DEVICE_NOISE if on_devices else NOISE) * (longest + 2 * SPREAD_OF_WAITS / math.sqrt(steps))
     return usual_ms >= step_ms * max(MOVING_STANDS_OUT, by_chance)
 
 
-def least_blame_ms(own_ms: npt.NDArray[np.float64], step_ms: float) -> float:
+def least_blame_ms(own_ms: npt.NDArray[np.float64], step_ms: float, *, on_devices: bool = False) -> float:
     """The blame from which a rank stands out: more than two equal workers would get by chance.
 
     ``own_ms`` is how long each rank's steps (rows) took without waits. Their spread is that of the median rank.
     """
     spread = np.sort(1.4826 * np.median(np.abs(own_ms - np.median(own_ms, axis=1, keepdims=True)), axis=1))
-    noise_ms = max(LEAST_NOISE * step_ms, float(spread[(len(spread) - 1) // 2]))
+    least = DEVICE_NOISE if on_devices else LEAST_NOISE
+    noise_ms = max(least * step_ms, float(spread[(len(spread) - 1) // 2]))
     return max(STRAGGLER_STANDS_OUT * step_ms, SURE * noise_ms * math.sqrt(2 / own_ms.shape[1]))
 
 

@@ -7,12 +7,18 @@ time besides. Each difference is one cause.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import mean, median
 
+import numpy as np
+
+from headway import intervals
 from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.communication import Communications
 from headway.diagnosis.findings import Finding, milliseconds, of_each_step
 from headway.diagnosis.splits import split_advice
+from headway.diagnosis.stragglers import UNKNOWN, Straggler
+from headway.diagnosis.timeline import RankTime
 from headway.diagnosis.verdict import STANDS_OUT
 from headway.graph.recorded_messages import both_ends
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
@@ -22,6 +28,7 @@ from headway.trace.format import Trace
 
 EXPLAINED = ("communication", "straggler", "imbalance")
 """Causes of jobs whose ranks do the same at the same time: of a pipeline they say nothing."""
+LONGER = 1.05  # times what others compute: a stage that is slower than they are
 _PASSES = {Kind.FORWARD_PASS: Pass.FORWARD, Kind.BACKWARD_PASS: Pass.BACKWARD}
 
 
@@ -53,6 +60,40 @@ def pipeline_findings(trace: Trace, steps: tuple[int, ...], step_ms: float) -> l
         advice = split_advice(trace, schedule, lasts_ms, step_ms) or "move layers to other stages"
         found.append(_uneven(schedule, per_stage, step_ms, recorded_ms - even_ms, advice))
     return found
+
+
+def waits_for_messages(times: dict[int, RankTime], rows: Communications) -> bool:
+    """Whether ranks wait for messages above all, as they do in a pipeline."""
+    waited_ns = messages_ns = 0
+    for rank, time in times.items():
+        own = rows.where((rows.rank == rank) & np.isin(rows.kind.astype(str), (Kind.SEND, Kind.RECEIVE)))
+        waits = intervals.join(time.exposed, time.straggling)
+        waits = intervals.intersect(waits, intervals.union(time.step_start_ns, time.step_end_ns))
+        waited_ns += intervals.length_ns(waits)
+        spans = intervals.union(own.enqueue_ns, own.end_ns)
+        messages_ns += intervals.length_ns(intervals.intersect(waits, spans))
+    return 2 * messages_ns > waited_ns
+
+
+def of_messages(
+    found: list[Finding], times: dict[int, RankTime], stragglers: Sequence[Straggler], step_ms: float
+) -> list[Finding]:
+    """``found`` of a job whose ranks wait for messages above all, and whose stages the recording does not tell.
+
+    There each rank waits for the one before it by the order itself: a straggler is only who also computes longer.
+    """
+    worst = stragglers[0] if stragglers else None
+    if worst is not None and worst.cause != UNKNOWN and worst.own_ms > LONGER * worst.others_ms:
+        return found
+    steps = sum(len(time.step_start_ns) for time in times.values())
+    late_ns = sum(int(time.per_step(time.straggling).sum()) for time in times.values())
+    cost_ms = late_ns / steps / NS_A_MS
+    sentence = (
+        f"Ranks wait for messages of other stages before these are sent, {of_each_step(cost_ms, step_ms)} on average, "
+        "as stages of a pipeline do by its order; split batches into more micro-batches, or give stages equal work."
+    )
+    bubble = Finding("pipeline bubble", cost_ms, sentence, stands_out=cost_ms >= STANDS_OUT * step_ms)
+    return [one for one in found if one.cause not in ("straggler", "moving_imbalance")] + [bubble]
 
 
 def _passes_ms(trace: Trace, rank: int, steps: tuple[int, ...]) -> dict[Action, float]:

@@ -8,7 +8,7 @@ that member is to blame.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,14 +28,17 @@ MAX_EXPLAINED = 200  # late arrivals, the costliest first, that are looked at to
 
 CAUSES = ("forward", "backward", "input", "optimizer", REST)
 UNKNOWN = "unknown"
+MOST_HIDDEN = 0.6  # of all hidden delays: the share of a rank that is to blame for them
+BREAK_NS = 50_000  # of the network: collectives that follow each other faster wait for it, not for a rank
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
     """A rank that others wait for.
 
-    ``blame_ms`` is the time that the other ranks lose to it in each step, averaged over all of them. ``cause`` is the
-    part of its work that is longer before its late arrivals and in its mean step, compared with the median of the other
+    ``blame_ms`` is the time that the other ranks wait for it in each step, averaged over all of them; ``hidden_ms`` is
+    by how much it delays communication that all wait for later, while the others still compute. ``cause`` is the part
+    of its work that is longer before its late arrivals and in its mean step, compared with the median of the other
     ranks, or ``unknown``; ``late_ms`` is by how much before its late arrivals. ``own_ms`` and ``others_ms`` are that
     part in a mean step, on it and (median) on the others.
     """
@@ -46,6 +49,12 @@ class Straggler:
     late_ms: float
     own_ms: float
     others_ms: float
+    hidden_ms: float = 0.0
+
+    @property
+    def cost_ms(self) -> float:
+        """By how much it makes steps longer."""
+        return self.blame_ms + self.hidden_ms
 
 
 class Blame(NamedTuple):
@@ -135,20 +144,126 @@ def find_stragglers(
     steps = len(next(iter(times.values())).step_start_ns)
     others = max(len(times) - 1, 1)
     floor_ms = max(FLOOR_SHARE * step_ms, FLOOR_MS, uncertainty_ms)
+    waited: dict[int, dict[int, int]] = {rank: {} for rank in times}
+    for blame in found:
+        costs = waited[blame.blamed]
+        costs[blame.instance] = costs.get(blame.instance, 0) + blame.end_ns - blame.start_ns
+    hidden = _of_one_rank(hidden_delays(times, communications, waited))
+    passed_on_ns = _passed_to_causes(times, found, floor_ms * steps * others * NS_A_MS)
     result = []
     for rank in times:
-        costs: dict[int, int] = {}
-        for blame in found:
-            if blame.blamed == rank:
-                costs[blame.instance] = costs.get(blame.instance, 0) + blame.end_ns - blame.start_ns
-        blame_ms = sum(costs.values()) / steps / others / NS_A_MS
-        if blame_ms > floor_ms:
-            result.append(_explained(rank, blame_ms, costs, times, communications))
-    return tuple(sorted(result, key=lambda straggler: -straggler.blame_ms))
+        costs, delays = waited[rank], hidden.get(rank, {})
+        blame_ms = (sum(costs.values()) + passed_on_ns[rank]) / steps / others / NS_A_MS
+        hidden_ms = sum(delays.values()) / steps / NS_A_MS
+        if blame_ms + hidden_ms > floor_ms:
+            both = {
+                instance: costs.get(instance, 0) + others * delays.get(instance, 0)
+                for instance in {**costs, **delays}
+            }
+            explained = _explained(rank, blame_ms, hidden_ms, both, times, communications)
+            result.append(explained)
+    return tuple(sorted(result, key=lambda straggler: -straggler.cost_ms))
+
+
+def _passed_to_causes(times: dict[int, RankTime], found: list[Blame], least_ns: float) -> dict[int, float]:
+    """What to add to each rank's blame, in nanoseconds: that of ranks which are late only because they waited for it.
+
+    Such a rank computes no longer than the others do. What another waits for it is passed on to those that it waited
+    for, up to as long as it did so while the other did not wait. Ranks with a blame below ``least_ns`` keep it.
+    """
+    lost: dict[int, dict[int, list[Blame]]] = {rank: {} for rank in times}
+    for blame in found:
+        lost[blame.blamed].setdefault(blame.waiting, []).append(blame)
+    waits: dict[int, dict[int, intervals.Spans]] = {rank: {} for rank in times}
+    for cause, by in lost.items():
+        for waiting, own in by.items():
+            starts_ns = np.array([blame.start_ns for blame in own], dtype=np.int64)
+            ends_ns = np.array([blame.end_ns for blame in own], dtype=np.int64)
+            waits[waiting][cause] = intervals.union(starts_ns, ends_ns)
+    own_ns = {rank: float(time.own_ms.sum()) * NS_A_MS for rank, time in times.items()}
+    usual_ns = float(np.median(list(own_ns.values())))
+    passed_ns = dict.fromkeys(times, 0.0)
+    for rank, by in lost.items():
+        if not waits[rank] or sum(_length_ns(own) for own in by.values()) < least_ns:
+            continue
+        more_ns = max(0.0, own_ns[rank] - usual_ns)
+        for waiting, own in by.items():
+            busy = intervals.join(*waits[waiting].values())
+            alone_ns = {
+                cause: intervals.length_ns(intervals.subtract(spans, busy))
+                for cause, spans in waits[rank].items()
+                if cause != waiting
+            }
+            length_ns = _length_ns(own)
+            moved_ns = min(max(0.0, length_ns - more_ns), sum(alone_ns.values()))
+            for cause, part_ns in alone_ns.items():
+                share_ns = moved_ns * part_ns / max(sum(alone_ns.values()), 1)
+                passed_ns[cause] += share_ns
+                passed_ns[rank] -= share_ns
+    return passed_ns
+
+
+def _length_ns(found: Sequence[Blame]) -> int:
+    return sum(blame.end_ns - blame.start_ns for blame in found)
+
+
+def _of_one_rank(hidden: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
+    """Hidden delays of the rank that most of them are of; what comes from another rank each time is nobody's."""
+    total = {rank: sum(delays.values()) for rank, delays in hidden.items()}
+    whole = sum(total.values())
+    return {rank: delays for rank, delays in hidden.items() if total[rank] > MOST_HIDDEN * whole}
+
+
+def hidden_delays(
+    times: dict[int, RankTime], rows: Communications, waited: dict[int, dict[int, int]]
+) -> dict[int, dict[int, int]]:
+    """By how much ranks delay communication that is waited for only later: nanoseconds by rank and instance.
+
+    Where the network is busy without a break from one collective to one that all stand still for, the whole chain
+    begins as late as the last member comes to the first of them, while the others still compute. Without that rank it
+    would begin when the last of the others came, and they would wait less by as much, unless they wait for less.
+    """
+    found: dict[int, dict[int, int]] = {rank: {} for rank in times}
+    collective = rows.where(rows.kind == Kind.COLLECTIVE)
+    for group in dict.fromkeys(collective.group.tolist()):
+        own = collective.where(collective.group == group)
+        own = own.where(np.lexsort((own.enqueue_ns, own.instance)))
+        begins = np.flatnonzero(np.diff(own.instance, prepend=-1))
+        count = np.diff(np.append(begins, len(own)))
+        if count.max() < 2:
+            continue
+        whole = count == count.max()
+        final = (begins + count - 1)[whole]
+        ended_ns = np.maximum.reduceat(own.end_ns, begins)[whole]
+        order = np.argsort(own.enqueue_ns[final], kind="stable")
+        final, ended_ns = final[order], ended_ns[order]
+        came_ns, second_ns = own.enqueue_ns[final], own.enqueue_ns[final - 1]
+        busy_until_ns = np.concatenate([[0], np.maximum.accumulate(ended_ns)[:-1]])
+        head = np.flatnonzero(came_ns > busy_until_ns + BREAK_NS)
+        over_ns = np.maximum.reduceat(ended_ns, head)
+        ranks = np.unique(own.rank)
+        last = own.rank[final[head]]
+        waits_ns = np.stack(
+            [intervals.length_within(times[rank].exposed, came_ns[head], over_ns) for rank in ranks.tolist()]
+        )
+        waits_ns[ranks[:, None] == last] = np.iinfo(np.int64).max
+        gained_ns = np.minimum(came_ns[head] - second_ns[head], waits_ns.min(axis=0))
+        for rank, instance, gain_ns in zip(
+            last.tolist(), own.instance[final[head]].tolist(), gained_ns.tolist(), strict=True
+        ):
+            delay_ns = gain_ns - waited[rank].get(instance, 0) // (len(ranks) - 1)
+            if delay_ns > 0:
+                found[rank][instance] = delay_ns
+    return found
 
 
 def _explained(
-    rank: int, blame_ms: float, costs: dict[int, int], times: dict[int, RankTime], all_rows: Communications
+    rank: int,
+    blame_ms: float,
+    hidden_ms: float,
+    costs: dict[int, int],
+    times: dict[int, RankTime],
+    all_rows: Communications,
 ) -> Straggler:
     """Compare what the straggler did before its late arrivals with what the others did before theirs."""
     barriers = _barriers(times, all_rows)
@@ -166,12 +281,13 @@ def _explained(
     late_ms = late / max(weight, 1) / NS_A_MS
     means_ms = {one: np.array(_mean_parts(time)) / NS_A_MS for one, time in times.items()}
     others_ms = np.median([means for one, means in means_ms.items() if one != rank], axis=0)
-    # What is longer before single late arrivals, but not in the mean step, is chance.
-    explaining_ms = np.minimum(late_ms, means_ms[rank] - others_ms)
-    late_ms[explaining_ms <= LEAST_EXPLAINED * blame_ms] = 0.0
+    # What is longer before single late arrivals, but not in the mean step, is chance. A step may have many of them.
+    a_step = max(1.0, len(costs) / len(times[rank].step_start_ns))
+    explaining_ms = np.minimum(late_ms * a_step, means_ms[rank] - others_ms)
+    late_ms[explaining_ms <= LEAST_EXPLAINED * (blame_ms + hidden_ms)] = 0.0
     worst = int(np.argmax(late_ms))
     if late_ms[worst] <= 0:
-        return Straggler(rank, blame_ms, UNKNOWN, 0.0, 0.0, 0.0)
+        return Straggler(rank, blame_ms, UNKNOWN, 0.0, 0.0, 0.0, hidden_ms)
     return Straggler(
         rank,
         blame_ms,
@@ -179,6 +295,7 @@ def _explained(
         float(late_ms[worst]),
         float(means_ms[rank][worst]),
         float(others_ms[worst]),
+        hidden_ms,
     )
 
 

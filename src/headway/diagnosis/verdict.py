@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headway.diagnosis.breakdown import Breakdown
@@ -64,6 +64,7 @@ def usual_findings(
     waits: Waits,
     pause: Pause | None,
     communication_ms: float,
+    hosts: Mapping[int, str],
     world_size: int,
 ) -> list[Finding]:
     """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left.
@@ -75,17 +76,19 @@ def usual_findings(
     found = []
     if stragglers and not moving:
         worst = stragglers[0]
-        stands_out = worst.blame_ms >= waits.least_blame_ms
+        late = _late_together(stragglers, hosts)
+        lost_ms = sum(one.cost_ms for one in late) * (world_size - 1) / max(world_size - len(late), 1)
+        stands_out = lost_ms >= waits.least_blame_ms
         cause = UNKNOWN if not mean.computation else worst.cause
         sentence = (
-            _straggler(stragglers, step_ms, cause)
+            _straggler(stragglers, late, hosts, lost_ms, step_ms, cause)
             if stands_out
-            else f"The other ranks wait {of_each_step(worst.blame_ms, step_ms)} for rank {worst.rank}, which is within "
+            else f"The other ranks wait {of_each_step(lost_ms, step_ms)} for rank {worst.rank}, which is within "
             f"noise: in so many steps, equal ranks may differ by {milliseconds(waits.least_blame_ms)}."
         )
         # Part of what it is late by is hidden under what others wait for anyway, and would be gained as well.
-        cost_ms = max(worst.blame_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
-        found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
+        cost_ms = max(lost_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
+        found.append(Finding("straggler", cost_ms, sentence, tuple(one.rank for one in late), stands_out))
     else:
         sentence = f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, " + (
             "each time for a different one; no single rank is to blame: look for uneven inputs or noisy machines."
@@ -160,25 +163,31 @@ def needless_search(trace: Trace, steps: Sequence[int]) -> Finding | None:
 
 
 def verdict(
-    mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], *, world_size: int
+    mean: Breakdown, findings: Sequence[Finding], *, world_size: int, contradictions: Sequence[str] = ()
 ) -> str:
     """The first sentence: the costliest finding that stands out, and what comes next to it.
 
     Waiting for other ranks that is within noise is told where nothing else is and where it is longer than
-    ``TOLD_OF_NOISE`` of the step.
+    ``TOLD_OF_NOISE`` of the step. ``contradictions`` come before everything else.
     """
     step_ms = mean.total_ms
     if step_ms <= 0:
         return "Nothing can be said: the recorded steps have no length."
+    doubts = (
+        [
+            f"The trace contradicts itself: {'; '.join(contradictions)}. So nothing is said of who waits for whom, and "
+            "what follows may be wrong; record again, or import ranks of one recording only."
+        ]
+        if contradictions
+        else []
+    )
     skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
     cheap = [one.sentence for one in findings if one.cause == NEEDLESS_SEARCH]
     others = [one for one in findings if one.cause != NEEDLESS_SEARCH]
-    return " ".join([*skewed, _costliest(mean, others, stragglers, world_size), *cheap])
+    return " ".join([*doubts, *skewed, _costliest(mean, others, world_size), *cheap])
 
 
-def _costliest(
-    mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], world_size: int
-) -> str:
+def _costliest(mean: Breakdown, findings: Sequence[Finding], world_size: int) -> str:
     step_ms = mean.total_ms
     standing = [one for one in findings if one.stands_out]
     if not standing:
@@ -192,24 +201,51 @@ def _costliest(
     second = next((one for one in others if one.cause == "straggler"), None)
     if second is None:
         return first.sentence
-    waited_ms = sum(one.blame_ms for one in stragglers if one.rank in second.ranks)
-    also = f"; in addition, the others wait for {listed(second.ranks)} for {percent(waited_ms / step_ms)} of the step."
+    share = percent(second.cost_ms / step_ms)
+    also = f"; in addition, the others wait for {listed(second.ranks)} for {share} of the step."
     return first.sentence.removesuffix(".") + also
 
 
-def _straggler(stragglers: tuple[Straggler, ...], step_ms: float, cause: str) -> str:
+def _late_together(stragglers: Sequence[Straggler], hosts: Mapping[int, str]) -> Sequence[Straggler]:
+    """The worst straggler, or all ranks of its host where they are late alike, and not those of other hosts."""
     worst = stragglers[0]
-    sentence = f"Rank {worst.rank} is a straggler: the other ranks wait {of_each_step(worst.blame_ms, step_ms)} for it"
+    alike = [one for one in stragglers if one.cost_ms >= HALF * worst.cost_ms]
+    beside = {rank for rank, host in hosts.items() if host == hosts[worst.rank]}
+    together = {one.rank for one in alike} == beside != set(hosts)
+    return alike if together else [worst]
+
+
+def _straggler(
+    stragglers: Sequence[Straggler],
+    late: Sequence[Straggler],
+    hosts: Mapping[int, str],
+    lost_ms: float,
+    step_ms: float,
+    cause: str,
+) -> str:
+    worst = stragglers[0]
+    several = len(late) > 1
+    who = f"Rank {worst.rank} is a straggler"
+    if several:
+        who = f"The ranks of host {hosts[worst.rank]} ({listed([one.rank for one in late])}) are stragglers"
+    it, its = ("them", "their") if several else ("it", "its")
+    loss = of_each_step(lost_ms, step_ms)
+    if worst.hidden_ms > worst.blame_ms:
+        sentence = f"{who}: communication that all ranks wait for later begins {loss} late because of {it}"
+    else:
+        sentence = f"{who}: the other ranks wait {loss} for {it}"
     if cause != UNKNOWN:
-        sentence += f", because {_PART_WORDS[cause]} takes longer before it arrives"
+        part = _PART_WORDS[cause].replace("its", its, 1)
+        sentence += f", because {part} takes longer before {'they arrive' if several else 'it arrives'}"
         if worst.own_ms > 1.05 * worst.others_ms:
             own, others = milliseconds(worst.own_ms), milliseconds(worst.others_ms)
             sentence += f" ({own} a step, the others {others})"
     else:
-        sentence += "; it arrives last, and the trace does not show why"
-    if len(stragglers) > 1:
-        also = ", ".join(str(one.rank) for one in stragglers[1:4])
-        sentence += f"; rank{'s' if len(stragglers) > 2 else ''} {also} to a lesser degree"
+        sentence += f"; {'they arrive' if several else 'it arrives'} last, and the trace does not show why"
+    rest = [one for one in stragglers if one not in late]
+    if rest:
+        also = ", ".join(str(one.rank) for one in rest[:3])
+        sentence += f"; rank{'s' if len(rest) > 1 else ''} {also} to a lesser degree"
     return f"{sentence}; {_ADVICE[cause]}."
 
 
