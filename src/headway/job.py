@@ -91,8 +91,13 @@ class Job:
     def moved_to(self, cluster: Cluster) -> Job:
         """The same job on another cluster, of any number of workers.
 
-        Raises UserError for another number where ranks are those of a mesh.
+        Raises UserError for another number where ranks are those of a mesh, or wait for groups of some ranks.
         """
+        if cluster.world_size != self.world_size and self.steps.has_groups:
+            raise UserError(
+                "a replay of ranks that wait for collectives of some ranks has as many workers as were recorded",
+                got=f"{cluster.world_size} workers", expected=f"{self.world_size}",
+            )  # fmt: skip
         if self.mesh and cluster.world_size != self.world_size:
             raise UserError(
                 "a replay of pipelines side by side has as many workers as were recorded",

@@ -68,6 +68,11 @@ def _blocking(shape: CommunicationShape) -> str:
     """What is no gradients and was waited for."""
     others = " and others" if shape.blocking_kinds > 1 else ""
     name = f"{shape.blocking_name or 'communication'}{others}"
+    if not shape.backward_ms and not shape.buckets:
+        return (
+            f"{name}, {shape.blocking_count:.3g} a step, under which nothing computes; the trace does not tell forward "
+            "from backward, and so not what they carry"
+        )
     if shape.blocking_name in ("send", "receive", "send_receive"):
         return (
             f"messages between ranks, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average a "

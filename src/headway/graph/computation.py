@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import cycle, islice
 
 from headway.errors import UserError
@@ -65,6 +66,11 @@ class Computation:
         count = -(-longest // steps) * steps
         ranks = {rank: tuple(islice(cycle(own), count)) for rank, own in self.timelines.items()}
         return replace(self, timelines=ranks, warm_up_steps=-(-self.warm_up_steps // steps) * steps)
+
+    @cached_property
+    def has_groups(self) -> bool:
+        """Whether ranks wait for collectives of some ranks only."""
+        return any(item.members for own in self.timelines.values() for each in own for item in each.items)
 
     def factor_of(self, rank: int) -> float:
         """How many times as long computation takes on ``rank`` as its timelines say."""

@@ -37,6 +37,7 @@ def timelines_of(
     alone = _asked_alone(trace)
     messages = pipeline_messages(trace)
     models = trace.stages or (trace.model,)
+    members = {name: ranks for name, ranks in trace.manifest.groups.items() if len(ranks) < trace.world_size}
     timelines: dict[int, tuple[Timeline, ...]] = {}
     for rank, events in trace.events.items():
         share = _Share(trace.world_size, background_update_cost(events, trace.world_size).overhead_ns)
@@ -51,6 +52,7 @@ def timelines_of(
                 rescaled[rank],
                 points,
                 alone.get((rank, step), frozenset()),
+                members,
             )
             for step in trace.steps
             for points in (messages.get((rank, step), ()),)
@@ -88,6 +90,10 @@ def _asked_alone(trace: Trace) -> dict[tuple[int, int], frozenset[tuple[str, int
     alone: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
     for (step, name), of_rank in asked.items():
         if _as_often(trace, of_rank):
+            for rank, rows in of_rank.items():
+                alone[rank, step] |= {
+                    (name, row.enqueue_ns) for row in rows if not _asked_by_all(trace, row, of_rank)
+                }
             continue
         whole = {
             rank: [row for row in rows if len(trace.members(row.group)) == trace.world_size]
@@ -98,6 +104,13 @@ def _asked_alone(trace: Trace) -> dict[tuple[int, int], frozenset[tuple[str, int
             together = kept.get(rank, ())
             alone[rank, step] |= {(name, row.enqueue_ns) for row in rows if row not in together}
     return {key: frozenset(found) for key, found in alone.items()}
+
+
+def _asked_by_all(trace: Trace, asked: Event, rows: Mapping[int, Sequence[Event]]) -> bool:
+    """Whether all members of a collective's group wait for as many of the group's collectives, and are recorded."""
+    members = trace.members(asked.group)
+    counts = {sum(row.group == asked.group for row in rows.get(rank, ())) for rank in members}
+    return len(counts) == 1 and len(members) > 1
 
 
 def _as_often(trace: Trace, rows: Mapping[int, Sequence[Event]]) -> bool:
@@ -131,6 +144,7 @@ def _timeline(
     rescaled: RescaledKernels,
     messages: Sequence[tuple[int, Item]],
     alone: Set[tuple[str, int]],
+    members: Mapping[str, tuple[int, ...]],
 ) -> Timeline:
     rows = [row for row in events if row.kind != Kind.WAIT or (row.name, row.start_ns) not in alone]
     window = next(row for row in rows if row.kind == Kind.STEP)
@@ -139,7 +153,7 @@ def _timeline(
         (row.start_ns, row.end_ns) for row in rows if row.kind == Kind.READ and row.algorithm == SHARDED
     ]
     parts = _parts(rows)
-    cuts = _points(rows, models) + [_Cut(time_ns, 2, item) for time_ns, item in messages]
+    cuts = _points(rows, models, members) + [_Cut(time_ns, 2, item) for time_ns, item in messages]
     for start_ns, end_ns in [
         *waits,
         *((part.start_ns, part.end_ns) for part in parts),
@@ -163,12 +177,14 @@ def _timeline(
     return Timeline(rank, step, tuple(_joined(items)), share.whole_ns(rows))
 
 
-def _points(rows: Sequence[Event], models: Sequence[ModelSpec]) -> list[_Cut]:
-    """Where a strategy acts; ``models`` has the model of each stage."""
+def _points(
+    rows: Sequence[Event], models: Sequence[ModelSpec], members: Mapping[str, tuple[int, ...]]
+) -> list[_Cut]:
+    """Where a strategy acts; ``models`` has the model of each stage, ``members`` the groups of some ranks."""
     owners = {id(model): frozenset(model.forward_order) for model in models}
     synchronising = _synchronising(rows)
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
-    sizes = {(r.name, r.enqueue_ns): r.size_bytes for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
+    asked = {(r.name, r.enqueue_ns): r for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
     cuts = []
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners[id(_model_of(row, models))]:
@@ -177,8 +193,11 @@ def _points(rows: Sequence[Event], models: Sequence[ModelSpec]) -> list[_Cut]:
             cuts.append(_Cut(row.start_ns, 2, Item(Part.READ, row.name, parameters=_read(row, rows))))
         elif row.kind == Kind.OPTIMIZER:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
-        elif row.kind == Kind.WAIT and (size_bytes := sizes.get((row.name, row.start_ns))) is not None:
-            cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, size_bytes)))
+        elif row.kind == Kind.WAIT and (one := asked.get((row.name, row.start_ns))) is not None:
+            group = members.get(one.group, ())
+            cuts.append(
+                _Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, one.size_bytes, members=group))
+            )
     for one in synchronising:
         model = _model_of(one, models)
         ready = [

@@ -7,14 +7,16 @@ splits, repeats or drops it lays blocks out itself (``StepLayout``; ``timeline.b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
-from headway.collectives.selection import native
 from headway.graph.build import GraphBuilder, RankCursor, S
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.scheduling.buckets import BucketSchedule
+
+BLOCKING_A_STEP = 1_000_000  # more than any step has
 
 
 class StepLayout(Protocol):
@@ -69,7 +71,7 @@ class InRecordedOrder(ABC):
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add the recorded computation in its order, and ask the strategy at every point."""
         graph = self._graph
-        blocking = 0
+        blocking: Counter[tuple[int, ...]] = Counter()
         optimizer_ns = timeline.optimizer_ns
         for item in timeline.items:
             match item.kind:
@@ -83,12 +85,20 @@ class InRecordedOrder(ABC):
                     self.backward_end(cursor)
                 case Point.BLOCKING:
                     kind = item.name if item.name in KINDS else ALL_REDUCE
-                    selection = native(kind, item.size_bytes, graph.world_size, graph.cluster.library)
+                    members = item.members or None
+                    # Members use a key once, whichever step it is in; of all ranks each step has its own.
+                    key = blocking[item.members] + (cursor.step * BLOCKING_A_STEP if members else 0)
                     number = graph.launch(
-                        cursor, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
+                        cursor,
+                        item.name,
+                        key,
+                        item.size_bytes,
+                        bucket=-1,
+                        selection=graph.selection_of(kind, item.size_bytes, members),
+                        members=members,
                     )
                     graph.wait(cursor, item.name, number)
-                    blocking += 1
+                    blocking[item.members] += 1
                 case Point.STEP:
                     self.optimizer(cursor, optimizer_ns)
                     optimizer_ns = 0

@@ -60,6 +60,7 @@ class Item(NamedTuple):
     stage: int = 0
     micro_batch: int = -1
     message: MessageEnd | None = None  # of the points of messages
+    members: tuple[int, ...] = ()  # of a blocking collective: who takes part, where that is not every rank
 
 
 @dataclass(frozen=True, slots=True)

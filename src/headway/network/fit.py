@@ -41,8 +41,8 @@ def cluster_from_trace(trace: Trace) -> Cluster:
 
     Those of a pipeline are the rates of messages between its stages. Others are fitted from busy time against the
     number of collectives and the bytes sent, over the periods in which gradients were in flight, robustly; ``source``
-    says how far off that is. Raises TraceError where the trace holds no collective of gradients, or where ranks of one
-    host are not consecutive.
+    says how far off that is. Raises TraceError where the trace holds no collective of all ranks, or where ranks of
+    one host are not consecutive.
     """
     if trace.stages and (rates := message_rates(trace, DEFAULT_LATENCY_US)):
         return _with_rates(
@@ -52,14 +52,15 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     if trace.world_size == 1 or not periods:
         if trace.world_size > 1:
             raise TraceError(
-                "the trace holds no collective of gradients, so link rates cannot be fitted",
+                "the trace holds no collective of all ranks that says how much it carries, so link rates cannot be "
+                "fitted",
                 fix="Measure the links with headway probe and pass --cluster.",
             )
         return _cluster(trace, 100.0, {}, "one rank: no link")
     fit = _fit(periods)
     if fit.ns_per_byte <= 0:
         raise TraceError(
-            "the trace's collectives of gradients took no time, so link rates cannot be fitted",
+            "the trace's collectives took no time, so link rates cannot be fitted",
             fix="Measure the links with headway probe and pass --cluster.",
         )
     cost = AlgorithmCost(overhead_us=fit.overhead_ns / 1e3, fit_error=fit.error)
@@ -109,12 +110,14 @@ def _step_calls_ns(trace: Trace) -> list[int]:
 def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     """The periods of each recorded step in which a collective of gradients, asked for by all, was in flight.
 
-    And the names of what these collectives cost.
+    Where there are no gradients every collective counts. And the names of what these collectives cost.
     """
+    of_gradients = any((events.bucket >= 0).any() for events in trace.events.values())
     members: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for events in trace.events.values():
         for row in events.of_kind(Kind.COLLECTIVE):
-            if row.bucket >= 0 and row.name in OF_LIBRARIES:
+            known = row.bucket >= 0 if of_gradients else row.size_bytes > 0
+            if known and row.name in OF_LIBRARIES:
                 members[row.name, row.group, row.sequence].append(row)
     spans = []
     own = NCCL if library_of(trace) == "nccl" else NATIVE

@@ -171,7 +171,7 @@ def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:
 def of_recorded_buckets(trace: Trace) -> Trace:
     """``trace`` with its buckets as parameters, without the steps whose buckets differ from most.
 
-    Collectives of a part of the ranks are no buckets, and what was waited for them is time that passes. Raises
+    Collectives of a part of the ranks are no buckets; those that all of their members waited for are replayed. Raises
     TraceError where gradients were not all-reduced, or nothing tells how many bytes they have.
     """
     if any(len(events.of_kind(Kind.PUSH)) for events in trace.events.values()):
@@ -180,7 +180,8 @@ def of_recorded_buckets(trace: Trace) -> Trace:
             expected="gradients that are all-reduced",
         )  # fmt: skip
     reduced = {rank: _reduced(trace, events) for rank, events in trace.events.items()}
-    usual, steps = _usual(trace, reduced)
+    awaited = _awaited(trace)
+    usual, steps = _usual(trace, reduced, awaited)
     names = [f"bucket {index}" for index in range(len(usual))]
     parameters = tuple(
         ParameterSpec(name=name, shape=(size_bytes,), dtype="uint8", module="")
@@ -190,7 +191,6 @@ def of_recorded_buckets(trace: Trace) -> Trace:
         info.model_copy(update={"strategy": {AS_RECORDED.name: AS_RECORDED.model_dump(exclude_unset=True)}})
         for info in trace.manifest.ranks
     )
-    awaited = _awaited(trace)
     return replace(
         trace,
         manifest=trace.manifest.model_copy(update={"ranks": ranks, "steps": steps}),
@@ -201,20 +201,46 @@ def of_recorded_buckets(trace: Trace) -> Trace:
     )
 
 
+def _no_gradients(trace: Trace) -> TraceError:
+    """What to say of a trace in which no gradients of all ranks are reduced, and nothing is waited for by all."""
+    if any(info.fully_sharded for info in trace.manifest.ranks):
+        return TraceError(
+            "replay does not support models that are sharded with fully_shard (FSDP2) yet",
+            got="parameters gathered and gradients scattered a layer at a time",
+            expected="gradients that are all-reduced",
+            fix="Use headway diagnose.",
+        )
+    if any((events.bucket >= 0).any() for events in trace.events.values()):
+        return TraceError(
+            "replay does not support gradients that are reduced in groups of some ranks",
+            got=f"buckets in groups of fewer than {trace.world_size} ranks",
+            expected="gradients that all ranks reduce together",
+            fix="Use headway diagnose.",
+        )
+    return TraceError(
+        "the trace holds no collective of gradients, so there is nothing to replay",
+        fix=f"Record a job of several ranks, from the first backward on. {ADVICE}",
+    )
+
+
 def _usual(
-    trace: Trace, reduced: Mapping[int, Mapping[int, Sequence[Event]]]
+    trace: Trace,
+    reduced: Mapping[int, Mapping[int, Sequence[Event]]],
+    awaited: Mapping[int, Mapping[Key, Event]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The bytes of the buckets that most steps have, and the steps that have them on all ranks."""
+    """The bytes of the buckets that most steps have, and the steps that have them on all ranks.
+
+    There are none where ranks exchange activations only, for which they wait.
+    """
     sizes = {
         (rank, step): tuple(row.size_bytes for row in rows)
         for rank, steps in reduced.items()
         for step, rows in steps.items()
     }
+    if not sizes and any(awaited.values()):
+        return (), trace.steps
     if not sizes:
-        raise TraceError(
-            "the trace holds no collective of gradients, so there is nothing to replay",
-            fix=f"Record a job of several ranks, from the first backward on. {ADVICE}",
-        )
+        raise _no_gradients(trace)
     usual = Counter(sizes.values()).most_common(1)[0][0]
     if min(usual) < 0:
         raise TraceError(
@@ -257,16 +283,19 @@ def _awaited(trace: Trace) -> dict[int, dict[Key, Event]]:
         waits = sorted(events.of_kind(Kind.WAIT), key=lambda row: row.end_ns)
         ends_ns = [row.end_ns for row in waits]
         for row in events.of_kind(Kind.COLLECTIVE):
-            whole = row.name in KINDS and len(trace.members(row.group)) == trace.world_size
-            if row.bucket >= 0 or row.size_bytes < 0 or not whole:
+            together = row.name in KINDS and set(trace.members(row.group)) <= set(trace.events)
+            if row.bucket >= 0 or row.size_bytes < 0 or not together:
                 continue
             first = bisect_left(ends_ns, row.end_ns - AT_ONCE_NS)
             last = bisect_right(ends_ns, row.end_ns + AT_ONCE_NS)
             for wait in waits[first:last]:
                 if wait.start_ns < row.end_ns:
                     own[_key(row)] = wait
-    everywhere = set.intersection(*(set(own) for own in found.values()))
-    return {rank: {key: own[key] for key in own if key in everywhere} for rank, own in found.items()}
+    by = Counter(key for own in found.values() for key in own)
+    return {
+        rank: {key: wait for key, wait in own.items() if by[key] == len(trace.members(key[1]))}
+        for rank, own in found.items()
+    }
 
 
 def _laid_bare(
@@ -281,10 +310,10 @@ def _laid_bare(
             if row.kind in _OPERATORS:
                 rows.append(row._replace(kind=Kind.OPERATOR))
             elif row.kind == Kind.COLLECTIVE:
-                rows += _of_collective(row, row in reduced[step], awaited, asked_ns)
+                rows += _of_collective(row, row in reduced.get(step, ()), awaited, asked_ns)
             elif row.kind not in _MADE_ANEW:
                 rows.append(row)
-        rows += _passes(step, own, reduced[step])
+        rows += _passes(step, own, reduced.get(step, ()))
     return Events.from_rows(rows)
 
 
@@ -331,6 +360,8 @@ def _of_collective(
 def _passes(step: int, rows: Sequence[Event], buckets: Sequence[Event]) -> list[Event]:
     """Backward computes until the wait for its last bucket begins, and lasts until that ends."""
     window = next(row for row in rows if row.kind == Kind.STEP)
+    if not buckets:
+        return _passes_alone(step, rows, window)
     asked_ns = max(row.enqueue_ns for row in buckets)
     updates = [row.start_ns for row in rows if row.kind == Kind.OPTIMIZER and row.start_ns > asked_ns]
     until_ns = min(updates, default=window.end_ns)
@@ -359,6 +390,19 @@ def _passes(step: int, rows: Sequence[Event], buckets: Sequence[Event]) -> list[
         _span(Kind.BACKWARD, step, begins_ns, computed_ns),
         *ready,
         *(row._replace(name="gradients") for row in waits),
+    ]
+
+
+def _passes_alone(step: int, rows: Sequence[Event], window: Event) -> list[Event]:
+    """Forward until backward begins, and backward until its last share ends, where no gradients are reduced."""
+    shares = [row for row in rows if row.kind == Kind.BACKWARD]
+    begins_ns = min((row.start_ns for row in shares), default=window.end_ns)
+    ends_ns = max((row.end_ns for row in shares), default=window.end_ns)
+    inputs = [row.end_ns for row in rows if row.kind == Kind.INPUT and row.end_ns <= begins_ns]
+    return [
+        _span(Kind.FORWARD_PASS, step, max([window.start_ns, *inputs]), begins_ns),
+        _span(Kind.BACKWARD_PASS, step, begins_ns, ends_ns),
+        _span(Kind.BACKWARD, step, begins_ns, ends_ns),
     ]
 
 

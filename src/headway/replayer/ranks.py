@@ -69,6 +69,8 @@ def ranks_of(
 
 def may_fold(recorded: Recorded) -> bool:
     """Whether rank ``r`` takes the steps of rank ``r`` modulo the number of recorded ranks."""
+    if any(item.members for own in recorded.values() for timeline in own for item in timeline.items):
+        return False
     return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
 
 

@@ -15,6 +15,7 @@ from headway.interop.readers.xplane.steps import LARGEST_NUMBER, Steps, followin
 
 MAX_DEVICES = 4096  # of one process
 _OWN_STEPS = "Steps"
+_OWN_RUNS = "XLA Modules"  # each a run of one program
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class Device:
     of_job: bool
     events: Ints
     steps: Steps | None = None  # its own, where it recorded any
+    note: str = ""  # what they are, where nobody marked them
 
 
 def find_devices(profile: Profile) -> list[Device]:
@@ -67,8 +69,30 @@ def _works(profile: Profile, device: Device) -> bool:
 
 def _of_plane(profile: Profile, number: int, lines: Sequence[int]) -> Device:
     marks = [place for place in lines if profile.lines[place].name == _OWN_STEPS]
-    events = profile.of_lines([place for place in lines if place not in marks])
-    return Device(number, False, events, _own_steps(profile, profile.of_lines(marks)))
+    runs = [place for place in lines if profile.lines[place].name == _OWN_RUNS]
+    events = profile.of_lines([place for place in lines if place not in (*marks, *runs)])
+    steps = _own_steps(profile, profile.of_lines(marks))
+    if steps is not None or not runs:
+        return Device(number, False, events, steps)
+    return Device(number, False, events, *_own_runs(profile, profile.of_lines(runs)))
+
+
+def _own_runs(profile: Profile, runs: Ints) -> tuple[Steps | None, str]:
+    """The runs of the program that takes most of a device's time, where it recorded some.
+
+    A host may ask for many runs before the first is done: the device's own times are those of steps.
+    """
+    if not len(runs):
+        return None, ""
+    names, which = np.unique(profile.name[runs], return_inverse=True)
+    longest = int(np.argmax(np.bincount(which, profile.duration_ns[runs].astype(np.float64), len(names))))
+    own = runs[which == longest]
+    own = own[np.argsort(profile.start_ns[own], kind="stable")]
+    if len(own) < 2 or not (profile.start_ns[own][1:] >= profile.end_ns[own][:-1]).all():
+        return None, ""
+    steps = following(np.arange(len(own)), profile.start_ns[own], profile.end_ns[own])
+    program = profile.strings[int(names[longest])].partition("(")[0]
+    return steps, f"Steps are not marked: each run of {program} on the device is taken for one."
 
 
 def _own_steps(profile: Profile, marks: Ints) -> Steps | None:

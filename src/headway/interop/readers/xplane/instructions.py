@@ -16,6 +16,10 @@ from headway.trace.events import Kind, texts
 
 _CONTAINER = re.compile(r"^(?:while|conditional|call|async-call)(?:[.\d]*)$")
 _COPY = re.compile(r"^(?:Mem(?:cpy|set)|Copy(?:Device|Host)|__amd_rocclr_(?:copy|fill))", re.IGNORECASE)
+# What begins a copy that goes on by itself, and what waits for it.
+_ASYNCHRONOUS = re.compile(
+    r"^(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(?:start|update|done)(?:[.\d]*)$"
+)
 COMPUTES, COMMUNICATES, ENDS, NOTHING = range(4)
 
 
@@ -96,7 +100,8 @@ def _what(profile: Profile, row: list[int]) -> What:
             known=known,
             begins=part == "-start" and not by_kernel,
         )
-    if _CONTAINER.match(known.opcode if known else instruction) or (_COPY.match(kernel) and row[3] < 0):
+    opcode = known.opcode if known else instruction
+    if _CONTAINER.match(opcode) or _ASYNCHRONOUS.match(opcode) or (_COPY.match(kernel) and row[3] < 0):
         return What(NOTHING, instruction, instruction)
     path = path or named or (operation if operation != "XlaModule:" else "") or annotation.partition("#")[0]
     return What(COMPUTES, scope_of(path)[:200] if path else instruction, instruction, phase_of(path), known)

@@ -104,7 +104,8 @@ def _rank(process: _Process, device: Device, rank: int | None) -> ForeignRank:
         dropped_events=profile.dropped,
         notes=[
             *profile.notes,
-            *(marks.notes if marks else ()),
+            *(marks.notes if marks and device.steps is None else ()),
+            *([device.note] if device.note else []),
             *notes,
             *lacks(profile, process.tensorflow),
         ],

@@ -33,7 +33,7 @@ DERIVED = frozenset(
     }
 )  # fmt: skip
 QUEUE = "Stream #"
-ON_TPU = ("XLA Ops", "Async XLA Ops", "Steps")
+ON_TPU = ("XLA Ops", "Async XLA Ops", "XLA Modules", "Steps")
 
 
 def read_space(document: Document) -> Profile:
