@@ -40,8 +40,8 @@ def communication(events: list[Entry], **head: Any) -> list[tuple[str, int, int,
     return [(row.name, row.sequence, row.size_bytes, row.duration_ns // 1000) for row in found]
 
 
-def asked(at: float, lasts: float, *, tid: int = 1) -> Entry:
-    return span("cpu_op", "record_param_comms", at, lasts, tid=tid, **ASKED)
+def asked(at: float, lasts: float) -> Entry:
+    return span("cpu_op", "record_param_comms", at, lasts, **ASKED)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_operators_of_several_processes_are_refused_where_nothing_tells_their_ke
 
 def gloo(name: str, call_us: float, start_us: float, numel: int, *, as_name: str = "") -> list[Entry]:
     """What a plain profiler records of a collective: nothing numbers its call or its annotation."""
-    shape = {"Input Dims": [[[numel]]], "Input type": ["TensorList"], "Record function id": 0}
-    mine = {"Input Dims": [[numel]], "Input type": ["float"], "Record function id": 0}
+    shape: Entry = {"Input Dims": [[[numel]]], "Input type": ["TensorList"], "Record function id": 0}
+    mine: Entry = {"Input Dims": [[numel]], "Input type": ["float"], "Record function id": 0}
     return [
         span("cpu_op", f"c10d::{name}_", call_us, 2, **shape),
         span("user_annotation", f"gloo:{as_name or name}", start_us, 10, tid=2, **mine),
@@ -156,8 +156,9 @@ def test_calls_and_annotations_that_nothing_numbers_pair_in_their_order() -> Non
 def test_groups_are_their_members() -> None:
     def rank(groups: dict[str, tuple[int, ...]]) -> ForeignRank:
         events = Events.from_columns(
-            kind=Kind.COLLECTIVE, name="all_reduce", stream="communication", step=np.zeros(len(groups), dtype=np.int64),
-            start_ns=np.arange(len(groups)), duration_ns=np.ones(len(groups), dtype=np.int64), group=texts(list(groups)),
+            kind=Kind.COLLECTIVE, name="all_reduce", stream="communication", group=texts(list(groups)),
+            step=np.zeros(len(groups), dtype=np.int64), start_ns=np.arange(len(groups)),
+            duration_ns=np.ones(len(groups), dtype=np.int64),
         )  # fmt: skip
         return ForeignRank("x", "pytorch", events, groups=groups)
 
