@@ -230,6 +230,36 @@ class PassSlowdown(BaseModel):
     """The slowdown of backward."""
 
 
+class NcclModel(BaseModel):
+    """What NCCL knows of GPUs and links when it chooses an algorithm and a protocol, and how far the network is off."""
+
+    model_config = _FROZEN
+
+    architecture: Literal["volta", "ampere", "hopper", "blackwell"] = "hopper"
+    """The kind of GPU."""
+
+    cpu: Literal["intel", "amd", "other"] = "intel"
+    """Who made the hosts' processors."""
+
+    inside: Literal["nvlink", "pci"] = "nvlink"
+    """What joins the GPUs of a host."""
+
+    inside_gb_s: Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)] = 320.0
+    """What NCCL takes a GPU's links to the others of its host for, in one direction, in GB/s."""
+
+    cards_gb_s: Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)] = 48.0
+    """What NCCL takes the network cards of each worker for, in GB/s: 48 for one of 400 Gbit/s."""
+
+    network_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    """How many times as long latencies between hosts are as NCCL takes them to be."""
+
+    nvls: bool = False
+    """Whether switches inside hosts reduce (NVLink SHARP)."""
+
+    version: tuple[int, int] = (2, 27)
+    """NCCL's version."""
+
+
 class Cluster(BaseModel):
     """The hosts of a job and their links. A cluster file holds the same fields."""
 
@@ -266,6 +296,9 @@ class Cluster(BaseModel):
 
     library: Literal["gloo", "nccl"] = "gloo"
     """The library that carries out a process group's own collectives."""
+
+    nccl: NcclModel | None = None
+    """What NCCL's own model of its collectives has to know; without it, collectives of NCCL are taken for rings."""
 
     sharing: Literal["shared", "queued"] = "shared"
     """How connections use a link: ``shared``, all at once and each with a part of the rate, as with TCP, or ``queued``,
@@ -362,6 +395,14 @@ class Cluster(BaseModel):
             "latency_us": self.latency_us * latency,
             "local_gbps": self.local_gbps * bandwidth,
             "local_latency_us": self.local_latency_us * latency,
+            "nccl": self.nccl
+            and self.nccl.model_copy(
+                update={
+                    "inside_gb_s": self.nccl.inside_gb_s * bandwidth,
+                    "cards_gb_s": self.nccl.cards_gb_s * bandwidth,
+                    "network_factor": self.nccl.network_factor * latency,
+                }
+            ),
             "paths": tuple(each.model_copy(update={"gbps": each.gbps * bandwidth}) for each in self.paths),
             "algorithms": {**self.algorithms, **own},
         }

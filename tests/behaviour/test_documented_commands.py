@@ -49,7 +49,7 @@ def test_the_readme(tmp_path: Path) -> None:
     printed = run_page(ROOT / "README.md", tmp_path)
     assert len(printed) >= 7
     answers = " ".join(printed.values())
-    for word in ("Next: headway optimize", "ms a step", "bucket_cap_mb", "times as fast", "us a collective"):
+    for word in ("Next: headway optimize", "ms a step", "bucket_cap_mb", "times as fast", "own model"):
         assert word in answers, word
     assert (tmp_path / "report.html").exists()
 

@@ -19,6 +19,19 @@ def test_the_first_line_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "EDR InfiniBand" in lines[-1]
 
 
+def test_one_collective(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["predict", "--collective", "all-gather", "--bytes", "1GB", "--cluster", "hdr-200g-nvlink"]
+    assert run(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "for all-gather of 1.0 GB over 64 workers on 8 hosts, by ring, SIMPLE: " in lines[0]
+    assert lines[1].startswith("No algorithm that adds up on the workers takes less than ")
+    assert run([*asked, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["kind"], said["collective"], said["protocol"]) == ("collective", "all_gather", "simple")
+    assert run(["predict", "--collective", "all-gather", "--cluster", CLUSTER]) == 2
+    assert "--collective and --bytes go together" in capsys.readouterr().err
+
+
 def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--workers", "1,8", "--strategy", "ddp", "--strategy", "ddp:bucket_cap_mb=100", "--json"]
     assert run(["predict", "resnet50", "--cluster", CLUSTER, *options]) == 0

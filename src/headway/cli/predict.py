@@ -16,6 +16,7 @@ from headway.errors import UserError, one_line
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
+    from headway.cluster import Cluster
     from headway.prediction.replayed import Prediction
     from headway.prediction.workload import Workload
 
@@ -24,7 +25,7 @@ LONGEST = 2000  # of a sentence, in characters
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option(
     "--cluster",
     "cluster_name",
@@ -54,6 +55,14 @@ LONGEST = 2000  # of a sentence, in characters
 )  # fmt: skip
 @click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
+@click.option("--collective", "collective_name", metavar="KIND",
+              help="Time one collective instead of a step: all-reduce, all-gather or reduce-scatter.")  # fmt: skip
+@click.option(
+    "--bytes",
+    "size_text",
+    metavar="SIZE",
+    help="The whole tensor's size, with --collective: 1GB or 64MiB.",
+)
 @click.option(
     "--plot",
     "plot_path",
@@ -63,18 +72,20 @@ LONGEST = 2000  # of a sentence, in characters
 @allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def predict(
-    model: str,
+    model: str | None,
     cluster_name: str,
     strategies: tuple[str, ...],
     workers_text: str | None,
     device_name: str | None,
     what_ifs: tuple[str, ...],
     optimizer_name: str,
+    collective_name: str | None,
+    size_text: str | None,
     plot_path: Path | None,
     allow: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Predict the step of MODEL on a cluster, without any trace.
+    """Predict the step of MODEL on a cluster, or the time of one collective, without any trace.
 
     MODEL is a model that ships (resnet50, bert-large, gpt2, ...), a layer table in a YAML file, or a function that
     builds a torch module, as in package.module:function.
@@ -86,6 +97,15 @@ def predict(
     from headway.replayer.what_if import WhatIf
 
     what_if = WhatIf.parse(what_ifs)
+    if collective_name is not None or size_text is not None:
+        _print_collective(
+            collective_name, size_text, model, what_if.apply(cluster_named(cluster_name)), as_json
+        )
+        return
+    if model is None:
+        raise click.UsageError(
+            "Missing argument 'MODEL'. To time a collective, give --collective and --bytes."
+        )
     if plot_path is not None:
         from headway.report.scaling import kind_of_picture
 
@@ -161,6 +181,37 @@ def predict(
     source = cluster.source.rstrip(".")
     basis = f"Links: {source}. Computation: {workload.times}, {workload.batch} a worker."
     console.print(one_line(basis, LONGEST))
+
+
+def _print_collective(
+    name: str | None, size_text: str | None, model: str | None, cluster: Cluster, as_json: bool
+) -> None:
+    from headway.prediction.collective import collective_time
+    from headway.units import parse_size_bytes
+
+    if name is None or size_text is None or model is not None:
+        raise UserError(
+            "--collective and --bytes go together, and without a model",
+            got=f"--collective {name or 'left out'}, --bytes {size_text or 'left out'}",
+            expected="such as --collective all-gather --bytes 1GB",
+        )
+    found = collective_time(cluster, name, parse_size_bytes(size_text, "--bytes"))
+    if as_json:
+        output.print_document("collective", {**found.to_document(), "cluster": cluster.source})
+        return
+    by = found.algorithm.replace("_", " ") + (f", {found.protocol.upper()}" if found.protocol else "")
+    console = output.console()
+    console.print(
+        f"{_duration(found.time_us)} for {name} of {format_bytes(found.size_bytes)} over {found.workers} workers on "
+        f"{found.hosts} host{'s' if found.hosts > 1 else ''}, by {by}: {found.tensor_gb_s:.3g} GB/s of the tensor, "
+        f"{found.bus_gb_s:.3g} GB/s on the bus."
+    )
+    console.print(f"No algorithm that adds up on the workers takes less than {_duration(found.bound_us)}.")
+    console.print(one_line(f"Links: {cluster.source}", LONGEST))
+
+
+def _duration(time_us: float) -> str:
+    return f"{time_us / 1e3:.4g} ms" if time_us >= 1000 else f"{time_us:.4g} us"
 
 
 def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple[str, ...]) -> list[str]:

@@ -21,12 +21,17 @@ TORCHRUN = "Run it as: torchrun --nproc-per-node N --no-python headway probe -o 
               show_default=True, help="The cluster file to write.")  # fmt: skip
 @click.option("--idle-cores", is_flag=True,
               help="For jobs that compute on accelerators and leave the cores to communication.")  # fmt: skip
+@click.option("--nccl-tests", "logs", multiple=True, metavar="LOG", type=click.Path(path_type=Path),
+              help="Fit NCCL's model to a log of nccl-tests or rccl-tests instead; may be repeated.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
+def probe(cluster_path: Path, idle_cores: bool, logs: tuple[Path, ...], as_json: bool) -> None:
     """Measure the links between the ranks of a job. Start it in every rank.
 
     torchrun --nproc-per-node 2 --no-python headway probe -o cluster.yaml
     """
+    if logs:
+        _fit_logs(logs, cluster_path, as_json)
+        return
     _check_environment()
     import torch
     import torch.distributed as dist
@@ -73,6 +78,38 @@ def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
     slowest = min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
     output.console().print(
         f"{len(cluster.hosts)} hosts, slowest link {format_rate(slowest)}, latency {cluster.latency_us:.0f} us; "
+        f"written to {cluster_path}."
+    )
+
+
+def _fit_logs(logs: tuple[Path, ...], cluster_path: Path, as_json: bool) -> None:
+    from headway import files
+    from headway.errors import UserError
+    from headway.network.nccl_tests import MAX_LOG_BYTES, cluster_of, slow_hosts
+
+    texts = []
+    for path in logs:
+        if path.is_file() and path.stat().st_size > MAX_LOG_BYTES:
+            raise UserError(
+                f"{path} is too large for a log",
+                got=path.stat().st_size,
+                expected=f"at most {MAX_LOG_BYTES} bytes",
+            )
+        texts.append((str(path), files.read_text(path, UserError, "log")))
+    slow = slow_hosts(text for _, text in texts)
+    words = output.error_console()
+    for name, share in slow.items():
+        words.print(f"Host {name} reaches {share:.0%} of the usual bandwidth: look at its cards and cables.")
+    with output.progress("fitting NCCL's model"):
+        cluster, accuracy = cluster_of(texts)
+    cluster.save(cluster_path)
+    if as_json:
+        output.print_document("cluster", {**cluster.model_dump(mode="json"), "slow_hosts": slow})
+        return
+    host = cluster.hosts[0]
+    rate = format_rate(host.up_gbps)
+    output.console().print(
+        f"{len(cluster.hosts)} hosts of {host.workers} workers, {rate} between hosts; NCCL's model is {accuracy}; "
         f"written to {cluster_path}."
     )
 

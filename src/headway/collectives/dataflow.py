@@ -89,6 +89,32 @@ def expand(
     return base
 
 
+def expand_nccl(
+    builder: OperationGraphBuilder,
+    resources: ClusterResources,
+    kind: str,
+    size_bytes: int,
+    begins: Sequence[int],
+    ends: Sequence[int],
+    cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
+    connection: int = 0,
+    members: tuple[int, ...] = (),
+) -> int:
+    """Put a collective of NCCL's between its members' ``begins`` and ``ends``, as its own model times it.
+
+    Its kernels begin when all members have come, and end together. Arguments and result are those of ``expand``.
+    """
+    count = len(members) or resources.world_size
+    assert len(begins) == len(ends) == (resources.folded or count)
+    all_there = builder.operation(after=begins)
+    routes, duration_ns = resources.nccl(kind, size_bytes, cost, connection, members)
+    parts = [builder.routed(duration_ns, route, [all_there]) for route in routes]
+    done = builder.operation(after=parts)
+    for end in ends:
+        builder.edge(done, end)
+    return all_there
+
+
 def alone(
     cluster: Cluster,
     program_of: ProgramOf,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from headway.arrays import Ints
 from headway.cluster import AlgorithmCost, Cluster, Traffic
+from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.columns import ProgramColumns, columns_of, message_bytes
+from headway.collectives.nccl import Kind, choose, fabric_of
 from headway.collectives.program import ProgramOf
 from headway.simulation.building import OperationGraphBuilder, RouteTable
 from headway.simulation.operations import LATEST_NS, NO_RESOURCE, WHOLE, Numbers, Resources
@@ -158,6 +161,43 @@ class ClusterResources:
         if duration_ns.size and duration_ns.max() >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
+
+    def nccl(
+        self, kind: str, size_bytes: int, cost: AlgorithmCost, connection: int, members: tuple[int, ...] = ()
+    ) -> tuple[list[int], int]:
+        """How long NCCL's own model has a collective take (ns), and what it uses meanwhile, as routes.
+
+        Between hosts it takes of each link what a ring over them sends, all the time. Inside a host it takes its ranks'
+        local sends. Raises OverflowError where it takes longer than can be counted.
+        """
+        ranks = np.array(members or range(self.world_size))
+        hosts, workers = np.unique(self._host_of[ranks], return_counts=True)
+        if len(ranks) == 1:
+            return [], round(cost.overhead_us * 1e3)
+        a_host = int(workers.max())
+        fabric = fabric_of(self.cluster, hosts.tolist(), a_host)
+        taken = choose(
+            cast("Kind", kind), size_bytes * cost.byte_factor, a_host * len(hosts), len(hosts), fabric
+        )
+        duration_ns = round((taken.time_us + cost.overhead_us) * 1e3)
+        if duration_ns >= LATEST_NS:
+            raise OverflowError("a collective takes longer than can be counted")
+        if len(hosts) == 1:
+            local = 2 * self._hosts
+            own = [rank for rank in ranks.tolist() if rank < self._ranks]
+            return [
+                self.routes.number(local + rank, NO_RESOURCE, queue=connection) for rank in own
+            ], duration_ns
+        share = (len(ranks) - 1) / len(ranks) * (2 if kind == ALL_REDUCE else 1)
+        wire_gbps = size_bytes * cost.byte_factor * share * 8 / max(duration_ns, 1)
+        asked = min(1.0, max(wire_gbps / self._most_gbps, 1e-6))
+        following = [*hosts.tolist()[1:], int(hosts[0])]
+        routes = [
+            self.routes.number(2 * here, 2 * (there % self._hosts) + 1, queue=connection, asked=asked)
+            for here, there in zip(hosts.tolist(), following, strict=True)
+            if here < self._hosts
+        ]
+        return routes, duration_ns
 
     def message(self, sender: int, receiver: int, size_bytes: int, connection: int = 0) -> tuple[int, int]:
         """A message between two ranks by itself: how long it takes (ns) at its full rate, and its route.

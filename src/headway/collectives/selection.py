@@ -18,6 +18,7 @@ from headway.collectives.algorithms import (
     ALL_GATHER,
     FOR_HALVES,
     GLOO_ALL_REDUCE,
+    KINDS,
     NATIVE,
     NCCL,
     REDUCE_SCATTER,
@@ -78,6 +79,10 @@ class Selection(NamedTuple):
         elif self.algorithm in FOR_HALVES:
             names += [cost_name(RING, self.kind, pieces) for pieces in (self.pieces, 1)]
         return tuple(dict.fromkeys(names))
+
+    def is_timed_by_nccl(self, cluster: Cluster) -> bool:
+        """Whether NCCL's own model says how long it takes on ``cluster``."""
+        return self.algorithm == NCCL and cluster.nccl is not None and self.kind in KINDS
 
     def cost(self, cluster: Cluster) -> AlgorithmCost:
         """What it costs on ``cluster``.

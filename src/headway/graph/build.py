@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from headway.cluster import Cluster
-from headway.collectives.dataflow import expand
+from headway.collectives.dataflow import expand, expand_nccl
 from headway.collectives.hosts import Hosts
 from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import GLOO, Selection, native
@@ -298,15 +298,32 @@ class GraphBuilder(Generic[S]):
         for communication in self.communications[self._expanded :]:
             communication.check_asked()
             if isinstance(communication, PlacedCollective):
-                communication.base = expand(
-                    self._operations,
-                    self._resources,
-                    communication.selection.program_of,
-                    communication.size_bytes,
-                    communication.begins,
-                    communication.ends,
-                    communication.selection.cost(self.cluster),
-                    communication.channel,
-                    tuple(communication.members) if communication.partial else (),
-                )
+                communication.base = self._laid_out(communication)
         self._expanded = len(self.communications)
+
+    def _laid_out(self, collective: PlacedCollective) -> int:
+        selection = collective.selection
+        members = tuple(collective.members) if collective.partial else ()
+        if selection.is_timed_by_nccl(self.cluster):
+            return expand_nccl(
+                self._operations,
+                self._resources,
+                selection.kind,
+                collective.size_bytes,
+                collective.begins,
+                collective.ends,
+                selection.cost(self.cluster),
+                collective.channel,
+                members,
+            )
+        return expand(
+            self._operations,
+            self._resources,
+            selection.program_of,
+            collective.size_bytes,
+            collective.begins,
+            collective.ends,
+            selection.cost(self.cluster),
+            collective.channel,
+            members,
+        )

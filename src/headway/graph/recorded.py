@@ -110,7 +110,7 @@ def _asked_by_all(trace: Trace, asked: Event, rows: Mapping[int, Sequence[Event]
     """Whether all members of a collective's group wait for as many of the group's collectives, and are recorded."""
     members = trace.members(asked.group)
     counts = {sum(row.group == asked.group for row in rows.get(rank, ())) for rank in members}
-    return len(counts) == 1 and len(members) > 1
+    return len(counts) == 1 and (len(members) > 1 or trace.world_size == 1)
 
 
 def _as_often(trace: Trace, rows: Mapping[int, Sequence[Event]]) -> bool:

@@ -13,6 +13,7 @@ from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING
 from headway.collectives.dataflow import alone
 from headway.collectives.hosts import Hosts
+from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import RINGS, AlgorithmName, Algorithms, Selection, native
 from headway.simulation.engine import play
 from headway.simulation.operations import OperationGraph
@@ -121,10 +122,16 @@ def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveC
 def _measured(cluster: Cluster, selected: Callable[[int], Selection]) -> CollectiveCost:
     hosts = Hosts.of_cluster(cluster)
     least = selected(1).on(hosts)
-    alone_ns = []
+    resources = ClusterResources(cluster)
+    alone_ns: list[float] = []
     ns_per_byte = 0.0
     for size_bytes in _SIZES_BYTES:
         selection = selected(size_bytes).on(hosts)
+        if selection.is_timed_by_nccl(cluster):
+            _, lasts_ns = resources.nccl(selection.kind, size_bytes, selection.cost(cluster), 0)
+            alone_ns.append(float(lasts_ns))
+            ns_per_byte = lasts_ns / size_bytes
+            continue
         graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
         alone_ns.append(float(play(graph).end_ns.max()))
         if selection == least:  # the bytes of larger ones, in pieces, may have another factor

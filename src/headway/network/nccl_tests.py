@@ -1,0 +1,247 @@
+"""Logs of nccl-tests and rccl-tests: what they measured, and the fabric that explains it best."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from statistics import median
+from typing import cast
+
+from headway.cluster import Cluster, Host, NcclModel
+from headway.collectives.nccl import NETWORK_US, Architecture, Fabric, Kind, channels_of, choose
+from headway.errors import UserError
+
+MAX_LOG_BYTES = 64 * 2**20
+LEAST_BYTES = 2**20  # of rows that a fabric is fitted to
+LARGE_BYTES = 2**26  # of those that tell rates
+REACHED = (0.5, 1.1)  # of a card's speed, as a share: below that NCCL would have taken it for a slower one
+FACTORS = (0.5, 2.0)  # of latencies between hosts
+SLOW = 0.85  # of the usual bandwidth: hosts below are named
+INSIDE_GB_S = {
+    "volta": 120.0,
+    "ampere": 235.0,
+    "hopper": 320.0,
+    "blackwell": 640.0,
+}  # where no log is of one host
+CARD_SPEEDS = (96.0, 48.0, 24.0, 12.0, 6.0, 3.0)  # in GB/s, as NCCL takes cards for
+_NAMED = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter"}
+_PREFIX = re.compile(r"\[\d+,\d+\]<std(?:out|err)>: ?")  # of mpirun's --tag-output
+_TEST = re.compile(
+    r"(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv|broadcast|reduce|gather|scatter)_perf"
+)
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s*(.*)$")
+_ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[\w.]+\s+(\w+)\s+(?:-?\d+\s+)?([\d.e+]+)\s+([\d.e+]+)\s+([\d.e+]+)\s")
+_ARCHITECTURES = (
+    ("B200", "blackwell"), ("B300", "blackwell"), ("B100", "blackwell"), ("H100", "hopper"), ("H200", "hopper"),
+    ("H800", "hopper"), ("H20", "hopper"), ("GH200", "hopper"), ("A100", "ampere"), ("A800", "ampere"),
+    ("A10", "ampere"), ("A40", "ampere"), ("V100", "volta"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One row of a log: a collective of ``size_bytes``, the whole tensor's, over ``ranks`` on ``hosts``."""
+
+    kind: Kind
+    size_bytes: int
+    time_us: float
+    ranks: int
+    hosts: int
+    device: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """What kind of GPU its device's name tells; "" where it tells none."""
+        return next((kind for part, kind in _ARCHITECTURES if part in self.device.upper()), "")
+
+
+def read_log(text: str, name: str = "the log") -> list[Timing]:
+    """The rows of a log, of all tests in it that NCCL's model knows: all-reduce, all-gather and reduce-scatter.
+
+    Raises UserError where there is no row at all, or hosts have different numbers of ranks.
+    """
+    rows: list[Timing] = []
+    test = ""
+    hosts: dict[str, set[int]] = {}
+    device = ""
+    seen = False
+    for raw in text.splitlines():
+        line = _PREFIX.sub("", raw)
+        if found := _RANK.match(line):
+            if int(found[1]) == 0:
+                hosts = {}
+            hosts.setdefault(found[2], set()).add(int(found[1]))
+            device = found[4][:80]
+        elif line.startswith("#") or "_perf" in line:
+            test = named[1] if (named := _TEST.search(line)) else test
+        elif found := _ROW.match(line):
+            seen = True
+            ranks = sum(map(len, hosts.values()))
+            kind = _kind(test, found[2], float(found[4]), float(found[5]), ranks)
+            if kind and ranks > 1 and int(found[1]):
+                if len({len(own) for own in hosts.values()}) > 1:
+                    raise UserError(
+                        f"{name}: hosts have different numbers of ranks", got=", ".join(sorted(hosts)[:4]),
+                        expected="as many ranks on each host",
+                    )  # fmt: skip
+                rows.append(Timing(kind, int(found[1]), float(found[3]), ranks, len(hosts), device))
+    if not seen:
+        raise UserError(
+            f"{name} is no log of nccl-tests", expected="rows of size, count, type, redop, time, algbw, busbw"
+        )
+    return rows
+
+
+def _kind(test: str, operation: str, algorithm_gb_s: float, bus_gb_s: float, ranks: int) -> Kind | None:
+    """What a row measured: by the test's name, else by how the two bandwidths are apart and whether it reduces."""
+    if test:
+        return cast("Kind | None", _NAMED.get(test))
+    if ranks < 2 or not algorithm_gb_s:
+        return None
+    if abs(bus_gb_s / algorithm_gb_s - 2 * (ranks - 1) / ranks) < 0.1 and operation != "none":
+        return "all_reduce"
+    return None
+
+
+def errors(rows: Iterable[Timing], fabric: Fabric, cards_gb_s: float = 0.0) -> list[float]:
+    """By which share the model is off each row: 0.1 where it is a tenth too slow.
+
+    With ``cards_gb_s`` each rank has a card of its own, of that rate.
+    """
+    return [predicted_us(row, fabric, cards_gb_s) / row.time_us - 1 for row in rows]
+
+
+def predicted_us(row: Timing, fabric: Fabric, cards_gb_s: float = 0.0) -> float:
+    """What the model says of a row."""
+    a_host = row.ranks // row.hosts
+    if cards_gb_s:
+        fabric = replace(fabric, outside_gb_s=cards_gb_s * a_host, channels=channels_of(a_host))
+    return choose(row.kind, row.size_bytes, row.ranks, row.hosts, fabric).time_us
+
+
+def fitted(rows: Sequence[Timing], fabric: Fabric) -> tuple[Fabric, float]:
+    """The fabric, and the speed of each rank's card, that explain ``rows`` of several hosts best.
+
+    NCCL chooses by the speed that it takes a card for, of which it knows few; what is reached is a share of that. The
+    three are those of the least median error.
+    """
+    several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
+    large = [row for row in several if row.size_bytes >= LARGE_BYTES] or several
+    if not several:
+        raise UserError(
+            "no row of a log is of several hosts",
+            got=f"{len(rows)} rows",
+            expected="1 MiB and more, over two hosts",
+        )
+    found = [_fitted_to(speed, several, large, fabric) for speed in CARD_SPEEDS]
+    off = [
+        _off(several, each, speed) + _off(large, each, speed)
+        for speed, each in zip(CARD_SPEEDS, found, strict=True)
+    ]
+    best = off.index(min(off))
+    return found[best], CARD_SPEEDS[best]
+
+
+def _fitted_to(speed: float, several: Sequence[Timing], large: Sequence[Timing], fabric: Fabric) -> Fabric:
+    for _ in range(2):
+        before = fabric
+        share = _best(lambda value: _off(large, replace(before, reached=value), speed), *REACHED)  # noqa: B023
+        rated = replace(fabric, reached=share)
+        factor = _best(lambda value: _off(several, replace(rated, network_factor=value), speed), *FACTORS)  # noqa: B023
+        fabric = replace(rated, network_factor=factor)
+    return fabric
+
+
+def _off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
+    return median(abs(off) for off in errors(rows, fabric, speed))
+
+
+def _best(cost: Callable[[float], float], low: float, high: float) -> float:
+    """Where ``cost`` is least between two positive values, by ever finer steps of a factor."""
+    best, width = math.sqrt(low * high), high / low
+    for _ in range(4):
+        tries = [best * width ** (step / 12 - 0.5) for step in range(13)]
+        best = min((value for value in tries if low <= value <= high * 1.001), key=cost)
+        width **= 0.25
+    return best
+
+
+def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
+    """The cluster that logs, names and texts, are of, and how far its model is off their rows, in words.
+
+    It has as many hosts and workers as the largest run. Raises UserError as ``read_log`` and ``fitted`` do.
+    """
+    read = [(name, read_log(text, name), _version_in(text)) for name, text in logs]
+    rows = [row for _, own, _ in read for row in own]
+    largest = max(rows, key=lambda row: (row.hosts, row.ranks), default=None)
+    if largest is None:
+        raise UserError(
+            "the logs hold no all-reduce, all-gather or reduce-scatter of several ranks",
+            got=", ".join(n for n, _ in logs),
+        )
+    architecture = cast("Architecture", largest.architecture or "hopper")
+    version = max(version for _, _, version in read)
+    inside = [row for row in rows if row.hosts == 1 and row.size_bytes >= LARGE_BYTES]
+    inside_gb_s = max(map(_bus_gb_s, inside), default=INSIDE_GB_S[architecture])
+    tried = []
+    for cpu in ("intel", "amd"):
+        nvls = architecture in ("hopper", "blackwell")
+        fabric = Fabric(architecture, cpu, inside_gb_s, version=version, nvls=nvls)
+        found, speed = fitted(rows, fabric)
+        several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
+        off = sorted(abs(one) for one in errors(several, found, speed))
+        tried.append((median(off), off[int(0.9 * (len(off) - 1))], found, speed, len(off)))
+    middle, high, found, speed, count = min(tried, key=lambda one: one[0])
+    a_host = max(row.ranks // row.hosts for row in rows)
+    link_gbps = speed * found.reached * a_host * 8
+    words = f"off by {middle:.1%} in the median of {count} rows, and by {high:.0%} in a tenth of them"
+    names = ", ".join(PurePath(name).name for name, _ in logs[:4]) + (" and more" if len(logs) > 4 else "")
+    cluster = Cluster(
+        hosts=tuple(
+            Host(name=f"host{at}", workers=a_host, up_gbps=link_gbps, down_gbps=link_gbps)
+            for at in range(largest.hosts)
+        ),
+        latency_us=NETWORK_US * found.network_factor,
+        local_gbps=inside_gb_s * 8,
+        local_latency_us=3.4,
+        library="nccl",
+        nccl=NcclModel(
+            architecture=architecture,
+            cpu=found.cpu,
+            inside_gb_s=inside_gb_s,
+            cards_gb_s=speed,
+            network_factor=found.network_factor,
+            nvls=found.nvls,
+            version=version,
+        ),
+        source=f"logs of nccl-tests ({names}): NCCL's own model, {words}",
+    )
+    return cluster, words
+
+
+def _bus_gb_s(row: Timing) -> float:
+    share = (2 if row.kind == "all_reduce" else 1) * (row.ranks - 1) / row.ranks
+    return row.size_bytes * share / row.time_us / 1e3
+
+
+def _version_in(text: str) -> tuple[int, int]:
+    """NCCL's version, which newer logs tell; else one that most have had."""
+    found = re.search(r"nccl-library=(\d+)", text)
+    number = int(found[1]) if found else 22700
+    return number // 10_000, number // 100 % 100
+
+
+def slow_hosts(texts: Iterable[str]) -> dict[str, float]:
+    """Hosts that are slower than usual in runs of two hosts each, with their share of the usual bandwidth."""
+    of_host: dict[str, list[float]] = {}
+    for text in texts:
+        hosts = {found[2] for line in text.splitlines() if (found := _RANK.match(_PREFIX.sub("", line)))}
+        if len(hosts) == 2 and (average := re.search(r"Avg bus bandwidth\s*:\s*([\d.]+)", text)):
+            for host in hosts:
+                of_host.setdefault(host, []).append(float(average[1]))
+    middle = {host: median(own) for host, own in of_host.items() if len(own) > 1}
+    usual = median(middle.values()) if len(middle) > 2 else 0.0
+    return {host: own / usual for host, own in sorted(middle.items()) if usual and own < SLOW * usual}

@@ -1,0 +1,93 @@
+"""One collective by itself on a cluster: how long it takes, by which algorithm, and what none can beat."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from headway.cluster import Cluster
+from headway.collectives.algorithms import ALL_REDUCE, KINDS
+from headway.collectives.dataflow import alone
+from headway.collectives.nccl import Kind, choose, fabric_of
+from headway.collectives.selection import native
+from headway.errors import UserError
+from headway.simulation.engine import play
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long a collective of the whole cluster takes. ``size_bytes`` is the whole tensor's.
+
+    ``bound_us`` is what no algorithm can beat that adds up on the workers: what each host has to send, at its rate.
+    """
+
+    kind: str
+    size_bytes: int
+    workers: int
+    hosts: int
+    algorithm: str
+    protocol: str  # of NCCL's; "" of others
+    time_us: float
+    bound_us: float
+
+    @property
+    def tensor_gb_s(self) -> float:
+        """The tensor's size by time, what nccl-tests call algbw."""
+        return self.size_bytes / self.time_us / 1e3
+
+    @property
+    def bus_gb_s(self) -> float:
+        """What nccl-tests call busbw: what each worker of a ring sends by time."""
+        return self.tensor_gb_s * _sent_share(self.kind, self.workers)
+
+    def to_document(self) -> dict[str, Any]:
+        """As ``headway predict --collective --json`` prints it."""
+        said = {("collective" if name == "kind" else name): value for name, value in asdict(self).items()}
+        return {**said, "tensor_gb_s": self.tensor_gb_s, "bus_gb_s": self.bus_gb_s}
+
+
+def collective_time(cluster: Cluster, name: str, size_bytes: int) -> CollectiveTime:
+    """The time of the library's own collective ``name``, such as "all-gather", over all workers of ``cluster``.
+
+    Raises UserError for a collective that is not known, and for a cluster of one worker.
+    """
+    kind = name.replace("-", "_").lower()
+    if kind not in KINDS:
+        raise UserError(
+            "--collective is not known",
+            got=repr(name),
+            expected=", ".join(each.replace("_", "-") for each in KINDS),
+        )
+    workers, hosts = cluster.world_size, len(cluster.hosts)
+    if workers < 2:
+        raise UserError("the cluster has one worker, which has nobody to talk to", expected="two or more")
+    bound_us = _bound_us(cluster, kind, size_bytes)
+    if cluster.nccl is not None:
+        a_host = max(host.workers for host in cluster.hosts)
+        fabric = fabric_of(cluster, range(hosts), a_host)
+        taken = choose(cast("Kind", kind), size_bytes, a_host * hosts, hosts, fabric)
+        return CollectiveTime(
+            kind, size_bytes, workers, hosts, taken.algorithm, taken.protocol, taken.time_us,
+            min(bound_us, taken.time_us),
+        )  # fmt: skip
+    selection = native(kind, size_bytes, workers, cluster.library)
+    graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
+    time_us = float(np.max(play(graph).end_ns)) / 1e3
+    return CollectiveTime(kind, size_bytes, workers, hosts, "ring", "", time_us, min(bound_us, time_us))
+
+
+def _sent_share(kind: str, ranks: int) -> float:
+    return (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
+def _bound_us(cluster: Cluster, kind: str, size_bytes: int) -> float:
+    """What the slowest host needs to send what others lack, or a worker inside the only one."""
+    if len(cluster.hosts) == 1:
+        reduces = cluster.nccl is not None and cluster.nccl.nvls
+        share = 1.0 if reduces and kind == ALL_REDUCE else _sent_share(kind, cluster.world_size)
+        gb_s = cluster.nccl.inside_gb_s if cluster.nccl is not None else cluster.local_gbps / 8
+        return size_bytes * share / gb_s / 1e3
+    gbps = min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
+    return size_bytes * _sent_share(kind, len(cluster.hosts)) * 8 / gbps / 1e3

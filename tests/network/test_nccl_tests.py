@@ -1,0 +1,96 @@
+"""Logs of nccl-tests: reading them, and the cluster that they are of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headway.collectives.nccl import Fabric, choose
+from headway.errors import UserError
+from headway.network.nccl_tests import cluster_of, read_log, slow_hosts
+
+BUS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+def header(test: str, hosts: list[str], a_host: int) -> list[str]:
+    """The first lines of a log, as nccl-tests 2.17 writes them."""
+    lines = ["# nccl-tests version 2.17.8 nccl-headers=22705 nccl-library=22705"]
+    lines.append(f"# Collective test starting: {test}_perf")
+    lines += [
+        f"#  Rank {rank:2d} Group  0 Pid 26142{rank} on {hosts[rank // a_host]} device  {rank % a_host} [0000:9d:00] "
+        "NVIDIA H100 80GB HBM3"
+        for rank in range(len(hosts) * a_host)
+    ]
+    return lines
+
+
+def log(hosts: int, a_host: int, reached: float, factor: float) -> str:
+    """What nccl-tests would write of a network that reaches a share of its cards' 48 GB/s."""
+    lines: list[str] = []
+    fabric = Fabric(outside_gb_s=48.0 * a_host, channels=min(8, 2 * a_host), nvls=True)
+    fabric = replace(fabric, reached=reached, network_factor=factor)
+    ranks = hosts * a_host
+    for test, share in BUS.items():
+        lines += header(test, [f"n{at}" for at in range(hosts)], a_host)
+        for power in range(20, 34):
+            time_us = choose(test, 2.0**power, ranks, hosts, fabric).time_us  # type: ignore[arg-type]
+            algorithm = 2**power / time_us / 1e3
+            bus = algorithm * share * (ranks - 1) / ranks
+            operation = "none" if test == "all_gather" else "sum"
+            lines.append(
+                f"  {2**power}  {2**power // 4}  float  {operation}  -1  {time_us:.2f}  {algorithm:.2f}  {bus:.2f}  0 "
+                f"{time_us:.2f}  {algorithm:.2f}  {bus:.2f}  0"
+            )
+        lines += ["# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 94.3888"]
+    return "\n".join(lines)
+
+
+def test_rows_are_read_with_their_test_and_their_ranks() -> None:
+    rows = read_log(log(4, 8, 1.0, 1.0))
+    assert len(rows) == 42
+    assert {(row.ranks, row.hosts, row.architecture) for row in rows} == {(32, 4, "hopper")}
+    assert [row.kind for row in rows[::14]] == ["all_reduce", "all_gather", "reduce_scatter"]
+
+
+def test_lines_that_mpirun_tags_are_read_where_tags_stand_in_the_middle() -> None:
+    text = "\n".join(f"[1,0]<stdout>:{line}" for line in log(2, 2, 1.0, 1.0).splitlines())
+    text = text.replace("on n1 ", "on n[1,0]<stdout>:1 ")
+    assert read_log(text) == read_log(log(2, 2, 1.0, 1.0))
+
+
+def test_earlier_logs_tell_an_all_reduce_by_its_bandwidths() -> None:
+    ranks = [
+        f"#   Rank {rank:2d} Pid  6574{rank} on node{rank // 2} device  {rank % 2} [0x00] A100"
+        for rank in range(4)
+    ]
+    row = "    67108864      16777216     float     sum   1124.3   59.69  89.53    N/A   1141.9   58.77   88.2    N/A"
+    text = "\n".join([*ranks, row])
+    (found,) = read_log(text)
+    assert (found.kind, found.time_us, found.hosts, found.architecture) == ("all_reduce", 1124.3, 2, "ampere")
+
+
+def test_the_cluster_of_logs_predicts_more_hosts() -> None:
+    cluster, accuracy = cluster_of([("a.log", log(2, 8, 0.8, 1.5)), ("b.log", log(4, 8, 0.8, 1.5))])
+    assert (len(cluster.hosts), cluster.hosts[0].workers, cluster.library) == (4, 8, "nccl")
+    assert cluster.nccl is not None
+    assert cluster.nccl.cards_gb_s == 48.0
+    assert cluster.hosts[0].up_gbps == pytest.approx(0.8 * 48 * 8 * 8, rel=0.05)
+    assert cluster.nccl.network_factor == pytest.approx(1.5, rel=0.25)
+    assert "in the median of 84 rows" in accuracy
+
+
+def test_what_is_no_log_is_refused() -> None:
+    with pytest.raises(UserError, match=r"hello\.txt is no log of nccl-tests"):
+        read_log("hello", "hello.txt")
+
+
+def test_the_slow_host_of_pairs_is_named() -> None:
+    def pair(one: int, other: int) -> str:
+        gb_s = 22.0 if 3 in (one, other) else 40.0
+        return "\n".join(
+            [*header("sendrecv", [f"n{one}", f"n{other}"], 1), f"# Avg bus bandwidth    : {gb_s}"]
+        )
+
+    found = slow_hosts(pair(one, other) for one in range(5) for other in range(one))
+    assert found == {"n3": pytest.approx(0.55)}
