@@ -147,7 +147,15 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         stragglers = ()
         findings = [one for one in findings if one.cause not in OF_ORDER]
     return Diagnosis(
-        verdict=verdict(mean, findings, contradictions=broken, world_size=len(times)),
+        verdict=verdict(
+            mean,
+            findings,
+            contradictions=broken,
+            silent=trace.world_size > 1
+            and not len(rows)
+            and any(info.backend for info in trace.manifest.ranks),
+            world_size=len(times),
+        ),
         findings=tuple(findings),
         steps=steps,
         step_ms=step_ms,

@@ -163,12 +163,18 @@ def needless_search(trace: Trace, steps: Sequence[int]) -> Finding | None:
 
 
 def verdict(
-    mean: Breakdown, findings: Sequence[Finding], *, world_size: int, contradictions: Sequence[str] = ()
+    mean: Breakdown,
+    findings: Sequence[Finding],
+    *,
+    world_size: int,
+    silent: bool = False,
+    contradictions: Sequence[str] = (),
 ) -> str:
     """The first sentence: the costliest finding that stands out, and what comes next to it.
 
     Waiting for other ranks that is within noise is told where nothing else is and where it is longer than
-    ``TOLD_OF_NOISE`` of the step. ``contradictions`` come before everything else.
+    ``TOLD_OF_NOISE`` of the step. ``contradictions`` come before everything else. ``silent`` says that ranks
+    which have a backend recorded no communication.
     """
     step_ms = mean.total_ms
     if step_ms <= 0:
@@ -184,10 +190,10 @@ def verdict(
     skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
     cheap = [one.sentence for one in findings if one.cause == NEEDLESS_SEARCH]
     others = [one for one in findings if one.cause != NEEDLESS_SEARCH]
-    return " ".join([*doubts, *skewed, _costliest(mean, others, world_size), *cheap])
+    return " ".join([*doubts, *skewed, _costliest(mean, others, world_size, silent), *cheap])
 
 
-def _costliest(mean: Breakdown, findings: Sequence[Finding], world_size: int) -> str:
+def _costliest(mean: Breakdown, findings: Sequence[Finding], world_size: int, silent: bool) -> str:
     step_ms = mean.total_ms
     standing = [one for one in findings if one.stands_out]
     if not standing:
@@ -196,7 +202,7 @@ def _costliest(mean: Breakdown, findings: Sequence[Finding], world_size: int) ->
             for one in findings
             if one.cause in ("straggler", "moving_imbalance") and one.cost_ms >= TOLD_OF_NOISE * step_ms
         ]
-        return " ".join([_nothing(mean, step_ms, world_size), *noise])
+        return " ".join([_nothing(mean, step_ms, world_size, silent), *noise])
     first, *others = standing
     second = next((one for one in others if one.cause == "straggler"), None)
     if second is None:
@@ -249,13 +255,18 @@ def _straggler(
     return f"{sentence}; {_ADVICE[cause]}."
 
 
-def _nothing(mean: Breakdown, step_ms: float, world_size: int) -> str:
+def _nothing(mean: Breakdown, step_ms: float, world_size: int, silent: bool) -> str:
     others = {part: getattr(mean, part) / step_ms for part in _SHARE_WORDS}
     second = max(others, key=lambda part: others[part])
     if not mean.computation:
         return (
             "Nothing stands out in what was recorded. Computation was not recorded, and may be all of the "
             f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step that nothing else accounts for."
+        )
+    if silent:
+        return (
+            "Nothing stands out in what was recorded, but no communication was. What counts as computation, "
+            f"{percent(mean.computation / step_ms)} of each {milliseconds(step_ms)} step, may be communication in part."
         )
     alone = " on the only rank" if world_size == 1 else ""
     follows = f", {_SHARE_WORDS[second]} {percent(others[second])}" if others[second] >= 0.01 else ""

@@ -15,6 +15,7 @@ from headway.report.words import plain
 from headway.units import format_rate
 
 MAX_RANKS = 32
+MAX_NAME = 80  # characters
 MAX_PATH = 24
 
 
@@ -106,11 +107,16 @@ def _links(diagnosis: Diagnosis) -> Table:
     return table
 
 
+def _short(name: str) -> str:
+    """A name that fits a line: kernels' have templates of hundreds of characters."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+
+
 def _path(diagnosis: Diagnosis) -> Table:
     title = f"Critical path of step {diagnosis.typical_step}, in time order"
     table = _table(title, ("rank", True), ("what", False), ("name", False), ("ms", True))
     for piece in diagnosis.critical_path[:MAX_PATH]:
-        table.add_row(str(piece.rank), Text(piece.kind), Text(plain(piece.name)), f"{piece.ms:.2f}")
+        table.add_row(str(piece.rank), Text(piece.kind), Text(_short(plain(piece.name))), f"{piece.ms:.2f}")
     left_out = diagnosis.critical_path[MAX_PATH:]
     if left_out:
         table.add_row("", "…", f"{len(left_out)} more pieces", f"{sum(piece.ms for piece in left_out):.2f}")

@@ -206,3 +206,35 @@ def test_a_flight_recorder_of_nobody_is_noted(tmp_path: Path) -> None:
     (tmp_path / "in" / "dump.json").write_text('{"entries": [], "pg_config": {}, "pg_status": {}}')
     notes = import_trace(tmp_path / "in", tmp_path / "trace").manifest.notes
     assert any("dump.json was not used: it does not say which rank" in note for note in notes)
+
+
+def test_a_step_whose_kernels_were_lost_is_left_out() -> None:
+    events: list[Entry] = []
+    for number in range(4):
+        events.append(step(number, 1000 * number, 1000))
+        for at in range(20):
+            call, kernel = launched(
+                "gemm", 1000 * number + 10 * at, 1000 * number + 20 + 10 * at, 5, 100 * number + at
+            )
+            events += [call] if number == 0 and at < 12 else [call, kernel]
+    found = read_events(events, rank=0)
+    assert found.events.whole_steps == {1, 2, 3}
+    assert any(note.startswith("Step 0 is left out: 60% of what was launched") for note in found.notes)
+
+
+def test_communication_that_overlaps_itself_on_a_stream_is_doubted() -> None:
+    kernels = [
+        span("kernel", "ncclDevKernel_AllReduce", at, 30, tid=9, correlation=number, stream=9)
+        for number, at in enumerate((10, 20, 60))
+    ]
+    assert any(
+        note.startswith("1 kernels of communication overlap")
+        for note in read_events([step(1, 0, 100), *kernels], rank=0).notes
+    )
+
+
+def test_a_job_without_communication_is_not_called_all_computation(tmp_path: Path) -> None:
+    made = job([Compute(30, FORWARD), Compute(50, BACKWARD)], 2)
+    verdict = diagnose(imported(made, tmp_path)).verdict
+    assert verdict.startswith("Nothing stands out in what was recorded, but no communication was.")
+    assert verdict.endswith("may be communication in part.")

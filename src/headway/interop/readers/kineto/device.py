@@ -25,6 +25,8 @@ from headway.interop.readers.kineto.document import DEVICE, LAUNCHES, KinetoDocu
 from headway.interop.readers.kineto.steps import Steps
 from headway.trace.events import Events, Idle, Kind, Stream, texts
 
+LOST, LEAST_LAUNCHES = 0.1, 10  # of a step's launches, without kernels: it is not whole
+_OVERLAP_NS = 2_000  # by which kernels of one stream may overlap, as clocks are read
 _LEAST_IDLE_NS = 5_000  # what lies between kernels that were queued is no idleness
 _BLOCKING = ("Synchronize", "StreamWaitValue")
 _COPIES = ("cudaMemcpy", "hipMemcpy")  # without Async they return when the copy is done
@@ -42,8 +44,10 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     stretch_of, start_ns, end_ns = _stretches(document, kernels, step, inside, communicating)
     computing = inside & ~communicating
     own = kernels[computing]
+    lost = _lost_steps(document, steps, launches)
+    whole_steps = ~np.isin(stretch_of, list(lost))
     parts = [
-        steps.rows(stretch_of, start_ns, end_ns),
+        steps.rows(stretch_of[whole_steps], start_ns[whole_steps], end_ns[whole_steps]),
         Events.from_columns(
             kind=phase[computing], name=document.name[own], stream=Stream.COMPUTE,
             step=steps.number[step[computing]], start_ns=document.start_ns[own], duration_ns=document.duration_ns[own],
@@ -68,7 +72,44 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     whole = intervals.union(start_ns, end_ns)
     gaps = intervals.subtract(whole, intervals.join(busy, exposed, reading))
     parts.append(_idle(document, gaps[_long_enough(gaps)], steps.number[stretch_of], start_ns))
-    return Events.concatenated(parts), found.notes()
+    notes = found.notes()
+    notes += [
+        f"Step {steps.number[at]} is left out: {share:.0%} of what was launched in it is not recorded, as profilers "
+        "lose what does not fit their buffers."
+        for at, share in sorted(lost.items())
+    ]
+    if overlapping := _overlapping(document, kernels[communicating]):
+        notes.append(
+            f"{overlapping} kernels of communication overlap others on their own stream, which no device does: times "
+            "of this recording are in doubt."
+        )
+    return Events.concatenated(parts), notes
+
+
+def _lost_steps(document: KinetoDocument, steps: Steps, launches: Indices) -> dict[int, float]:
+    """Steps, by their places, of whose launches many have no kernel, where other steps have all of theirs."""
+    calls = document.of_category(*LAUNCHES)
+    calls = calls[document.called(calls, lambda name: "LaunchKernel" in name)]
+    of_step = steps.of(document.start_ns[calls])
+    count = len(steps.number)
+    asked = np.bincount(of_step[of_step >= 0], minlength=count)
+    missing = ~np.isin(calls, launches) & (of_step >= 0)
+    share = np.bincount(of_step[missing], minlength=count) / np.maximum(asked, 1)
+    lossy = np.flatnonzero((share > LOST) & (asked >= LEAST_LAUNCHES))
+    if not len(lossy) or np.median(share) > LOST / 2:
+        return {}
+    return {int(at): float(share[at]) for at in lossy}
+
+
+def _overlapping(document: KinetoDocument, communication: Indices) -> int:
+    """How many kernels of communication begin before another one on their stream has ended."""
+    streams = document.threads(communication)
+    found = 0
+    for stream in np.unique(streams).tolist():
+        own = communication[streams == stream]
+        reach_ns = np.maximum.accumulate(document.end_ns[own])
+        found += int((document.start_ns[own][1:] + _OVERLAP_NS < reach_ns[:-1]).sum())
+    return found
 
 
 def _gradients_ready(
