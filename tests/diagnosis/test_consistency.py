@@ -7,7 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.diagnosis.nccl_jobs import BACKWARD, FORWARD, OPTIMIZER, Ask, Await, Compute, Job, documents, play
+from tests.diagnosis.nccl_jobs import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Ask,
+    Await,
+    Compute,
+    Job,
+    Operation,
+    documents,
+    play,
+)
 
 from headway.diagnosis.diagnosis import Diagnosis, diagnose
 from headway.interop.readers.importing import import_trace
@@ -15,7 +26,7 @@ from headway.trace.events import Kind
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace
 
-STEP = [
+STEP: list[Operation] = [
     Compute(10, FORWARD), Compute(15, BACKWARD), Ask("dp", "all_reduce", 2**24, BACKWARD, key="a"),
     Compute(15, BACKWARD), Ask("dp", "all_reduce", 2**24, BACKWARD, key="b"), Await("a"), Await("b"),
     Compute(2, OPTIMIZER),

@@ -162,7 +162,7 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         typical_step=steps[index],
         typical_step_ms=length_ns / NS_A_MS,
         breakdown=parts,
-        overlap_percent=overlap_percent(list(times.values())),
+        overlap_percent=0.0 if _blocks_its_threads(trace) else overlap_percent(list(times.values())),
         stragglers=stragglers,
         links=find_links(trace, times, rows, cluster),
         critical_path=path,
@@ -182,6 +182,11 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
 def _step_times_ms(times: dict[int, RankTime]) -> tuple[float, ...]:
     lengths = np.stack([time.step_end_ns - time.step_start_ns for time in times.values()])
     return tuple((lengths.mean(axis=0) / NS_A_MS).tolist())
+
+
+def _blocks_its_threads(trace: Trace) -> bool:
+    """Whether every collective blocks the thread that asks for it, so that none is hidden: FSDP2's on Gloo."""
+    return all(info.fully_sharded and "gloo" in info.backend.lower() for info in trace.manifest.ranks)
 
 
 def _common_steps(trace: Trace) -> tuple[int, ...]:
