@@ -10,7 +10,8 @@ from pathlib import PurePath
 from statistics import median
 from typing import cast
 
-from headway.cluster import Cluster, Host, NcclModel
+from headway.cluster import AlgorithmCost, Cluster, Host, NcclModel
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NCCL, REDUCE_SCATTER, cost_name
 from headway.collectives.nccl import NETWORK_US, Architecture, Fabric, Kind, channels_of, choose
 from headway.errors import UserError
 
@@ -19,6 +20,7 @@ LEAST_BYTES = 2**20  # of rows that a fabric is fitted to
 LARGE_BYTES = 2**26  # of those that tell rates
 REACHED = (0.5, 1.1)  # of a card's speed, as a share: below that NCCL would have taken it for a slower one
 FACTORS = (0.5, 2.0)  # of latencies between hosts
+_COST_NAMES = tuple(cost_name(NCCL, kind) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
 SLOW = 0.85  # of the usual bandwidth: hosts below are named
 INSIDE_GB_S = {
     "volta": 120.0,
@@ -207,6 +209,7 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
         latency_us=NETWORK_US * found.network_factor,
         local_gbps=inside_gb_s * 8,
         local_latency_us=3.4,
+        algorithms={name: AlgorithmCost(fit_error=middle) for name in _COST_NAMES},
         library="nccl",
         nccl=NcclModel(
             architecture=architecture,

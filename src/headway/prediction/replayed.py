@@ -26,6 +26,9 @@ from headway.strategies.registry import plugin_of
 
 CHANCE_STEPS = 40  # that are played where some are slow by chance
 
+UNMEASURED = 0.25  # of exposed communication: how far links of data sheets are off
+UNLIKE = 0.03  # of computation: by how much the slowest of real workers takes longer than the mean
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -108,7 +111,7 @@ def predict(
         workers=cluster.world_size,
         strategy=name,
         step_ms=step_ns / 1e6,
-        uncertainty_ms=math.hypot(workload.times_error * workload.computation_ns / 1e6, links_ms),
+        uncertainty_ms=_uncertainty_ms(workload, cluster, links_ms, exposed_ns / 1e6),
         links_ms=links_ms,
         samples_per_s=workload.samples * cluster.world_size / step_ns * 1e9,
         efficiency=min(1.0, workload.computation_ns / step_ns),
@@ -123,6 +126,22 @@ def predict(
         notes=notes,
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
+    )
+
+
+def _uncertainty_ms(workload: Workload, cluster: Cluster, links_ms: float, exposed_ms: float) -> float:
+    """By how much a step may be off: by the times of layers, by links, and by workers that are not alike.
+
+    Where nobody measured what collectives cost on the cluster, rates and latencies are those of data sheets.
+    """
+    computation_ms = workload.computation_ns / 1e6
+    several = cluster.world_size > 1
+    measured = any(cost.fit_error > 0 for cost in cluster.algorithms.values())
+    return math.hypot(
+        workload.times_error * computation_ms,
+        links_ms,
+        0.0 if measured else UNMEASURED * exposed_ms,
+        UNLIKE * computation_ms if several else 0.0,
     )
 
 
@@ -152,7 +171,7 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         workers=job.world_size,
         strategy=name,
         step_ms=step_ms,
-        uncertainty_ms=math.hypot(workload.times_error * workload.computation_ns / 1e6, links_ms),
+        uncertainty_ms=_uncertainty_ms(workload, job.on, links_ms, standing_ms),
         links_ms=links_ms,
         samples_per_s=workload.samples * outcome.total_per_s,
         efficiency=min(1.0, workload.computation_ns / 1e6 / step_ms),
