@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.diagnosis.findings import Finding, milliseconds
 from headway.trace.format import Trace
@@ -18,6 +18,7 @@ class Skew:
     rank: int
     behind_ns: float
     uncertainty_ns: float
+    host: str = ""  # of several ranks, whose clock it is
 
 
 def find_skew(trace: Trace, step_ms: float) -> Skew | None:
@@ -41,7 +42,10 @@ def find_skew(trace: Trace, step_ms: float) -> Skew | None:
     misleading = [
         one for one in found if max(least_ns, 2 * one.uncertainty_ns) < abs(one.behind_ns) < LONGEST_NS
     ]
-    return max(misleading, key=lambda one: abs(one.behind_ns), default=None)
+    worst = max(misleading, key=lambda one: abs(one.behind_ns), default=None)
+    if worst is None or sum(host == trace.hosts[worst.rank] for host in trace.hosts.values()) == 1:
+        return worst
+    return replace(worst, host=trace.hosts[worst.rank])
 
 
 def skew_finding(skew: Skew, *, slow: bool) -> Finding:
@@ -50,10 +54,12 @@ def skew_finding(skew: Skew, *, slow: bool) -> Finding:
     ``slow`` says whether that rank is a straggler all the same.
     """
     ahead = skew.behind_ns < 0
-    looks = "makes it look late" if ahead else "makes all others look late"
+    whose = f"host {skew.host}" if skew.host else f"rank {skew.rank}"
+    it = "its ranks" if skew.host else "it"
+    looks = f"makes {it} look late" if ahead else "makes all others look late"
     by = milliseconds(abs(skew.behind_ns) / 1e6)
     within = milliseconds(skew.uncertainty_ns / 1e6)
-    clock = f"The clock of rank {skew.rank} also" if slow else f"The clock of rank {skew.rank}, not slowness,"
+    clock = f"The clock of {whose} also" if slow else f"The clock of {whose}, not slowness,"
     sentence = (
         f"{clock} {looks}: it is {by} {'ahead' if ahead else 'behind'} (± {within}) and was corrected here, from "
         "what the ranks did together; keep that host's clock synchronised (chrony, PTP)."

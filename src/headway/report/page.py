@@ -204,7 +204,7 @@ def _tiles(trace: Trace, diagnosis: Diagnosis) -> list[tuple[str, str]]:
         (words.duration(diagnosis.step_ms), "mean step"),
         (f"{100 * mean['computation'] / step_ms:.0f} %", "computation"),
         (f"{100 * mean['exposed_communication'] / step_ms:.0f} %", "exposed communication"),
-        (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for stragglers, mean over ranks"),
+        (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for other ranks, mean over ranks"),
         (f"{diagnosis.overlap_percent:.0f} %", "of communication hidden"),
         _ranks_tile(trace),
         (f"{len(diagnosis.steps):,}", "steps recorded" if len(diagnosis.steps) != 1 else "step recorded"),
@@ -243,7 +243,7 @@ def _blamed_for(diagnosis: Diagnosis, blamed: tuple[int, ...]) -> str:
         return ""
     straggler = next((one for one in diagnosis.stragglers if one.rank == blamed[0]), None)
     if straggler is not None:
-        return f"holds the others up: {words.duration(straggler.blame_ms)} of each step"
+        return f"holds the others up: {words.duration(straggler.cost_ms)} of each step"
     finding = next(one for one in diagnosis.findings if one.stands_out and blamed[0] in one.ranks)
     return (
         f"is to blame for {words.duration(finding.cost_ms)} of each step ({finding.cause.replace('_', ' ')})"

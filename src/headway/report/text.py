@@ -77,7 +77,7 @@ def _stragglers(diagnosis: Diagnosis) -> Table:
     )
     for one in diagnosis.stragglers:
         cause = "not seen in the trace" if one.cause == UNKNOWN else plain(one.cause)
-        table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(cause))
+        table.add_row(str(one.rank), f"{one.cost_ms:.2f}", Text(cause))
     return table
 
 
