@@ -133,7 +133,8 @@ def replay(
         )
     for note in replayer.notes:
         console.print(f"Note: {one_line(note)}")
-    console.print(_table(breakdown_ms))
+    # As the first line says it: a replay is corrected by its error for what was recorded.
+    console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if asked else 1.0))
     output.print_order(console, graph.schedule)
     if graph.ranks < graph.world_size:
         console.print(f"The other {graph.world_size - graph.ranks} ranks repeat these in the same order.")
@@ -171,9 +172,9 @@ def _compared(expected: Expectation, throughput: dict[str, float] | None, record
     )
 
 
-def _table(breakdown_ms: dict[str, dict[str, float]]) -> Table:
+def _table(breakdown_ms: dict[str, dict[str, float]], factor: float) -> Table:
     parts = list(next(iter(breakdown_ms.values())))
     table = Table("rank", *(part.replace("_", " ") for part in parts), title="ms a step")
     for rank, values in breakdown_ms.items():
-        table.add_row(rank, *(f"{values[part]:.1f}" for part in parts))
+        table.add_row(rank, *(f"{factor * values[part]:.1f}" for part in parts))
     return table
