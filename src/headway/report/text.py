@@ -24,7 +24,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for finding in diagnosis.findings:
         if finding.stands_out and finding.sentence.rstrip(".") not in diagnosis.verdict:
             console.print(Text(plain(f"Also: {finding.sentence}")), soft_wrap=True)
-    for note in diagnosis.notes:
+    busy = () if diagnosis.details is None else (diagnosis.details.job.contention,)
+    for note in filter(None, (*busy, *diagnosis.notes)):
         console.print(Text(plain(f"Note: {note}"), style="yellow"), soft_wrap=True)
     console.print()
     _print(console, _breakdown(diagnosis))
