@@ -159,7 +159,7 @@ def optimize(
     console = output.console()
     for line in (answer.headline(), *answer.reasons(), *sentences, *answer.next_steps(), ""):
         console.print(line)
-    if found.bound is not None and best.is_runnable and not best.changes_training:
+    if found.can_rank and found.bound is not None and best.is_runnable and not best.changes_training:
         console.print(found.bound.distance(best.predicted_ms))
     for part in (*explanation_parts(explained, in_full=in_full), *answer.notes(), *measures):
         console.print(part)
