@@ -47,6 +47,20 @@ def test_steps_are_compared_with_what_was_predicted(report: Report, words: str) 
     assert steps_in_words(plan(), report).partition(". Other load")[0].endswith(words)
 
 
+def test_of_the_recorded_plan_no_gain_is_claimed() -> None:
+    made = plan()
+    recorded = made.model_copy(update={"prediction": PREDICTION.model_copy(update={"recorded": made.digest})})
+    words = "recorded before 100.0: the same plan as recorded; the difference is the machine's"
+    assert steps_in_words(recorded, RANK_0).endswith(words)
+    assert steps_in_words(recorded, changed(step_ms=150.0)).endswith(words)
+    same = changed(step_ms=101.0)
+    assert "no difference that stands out from noise" in steps_in_words(recorded, same)
+    edited = recorded.model_copy(
+        update={"parallel": {"data": DistributedDataParallelStrategy(bucket_cap_mb=9)}}
+    )
+    assert "1.39 times as fast" in steps_in_words(edited, RANK_0)
+
+
 def test_a_plan_without_a_prediction_or_of_other_machines() -> None:
     assert steps_in_words(plan(None), RANK_0) == "72.0 ms a step, over the last 115"
     elsewhere = Cluster(hosts=(Host(name="b", workers=2, up_gbps=1, down_gbps=1),))

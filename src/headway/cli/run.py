@@ -146,6 +146,8 @@ def steps_in_words(plan: Plan, report: Report) -> str:
     is_as_predicted = abs(measured_ms - expected.step_ms) <= max(expected.uncertainty_ms, noise_ms)
     if abs(measured_ms - before_ms) <= noise_ms:
         line += "no difference that stands out from noise"
+    elif plan.is_recorded:
+        return f"{line}the same plan as recorded; the difference is the machine's"
     elif measured_ms < before_ms:
         line += f"{before_ms / measured_ms:.2f} times as fast"
     else:
