@@ -15,8 +15,8 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 
 PREDICTION = Prediction(step_ms=70.0, baseline_ms=100.0, uncertainty_ms=8.0)
 RANK_0 = Report(
-    host="a", rank=0, world_size=2, applied=True, began_s=2.0, steps=120, timed_steps=115, step_ms=72.0,
-    spread_ms=6.0,
+    host="a", host_in_plans="host0", rank=0, world_size=2, applied=True, began_s=2.0, steps=120, timed_steps=115,
+    step_ms=72.0, spread_ms=6.0,
 )  # fmt: skip
 
 
@@ -65,6 +65,8 @@ def test_a_plan_without_a_prediction_or_of_other_machines() -> None:
     assert steps_in_words(plan(None), RANK_0) == "72.0 ms a step, over the last 115"
     elsewhere = Cluster(hosts=(Host(name="b", workers=2, up_gbps=1, down_gbps=1),))
     assert steps_in_words(plan(cluster=elsewhere), RANK_0).endswith("; the prediction is for other machines")
+    lab = Cluster(hosts=(Host(name="host0", workers=2, up_gbps=1, down_gbps=1),))
+    assert steps_in_words(plan(cluster=lab), RANK_0) == steps_in_words(plan(), RANK_0)
 
 
 def test_one_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

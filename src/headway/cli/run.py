@@ -154,7 +154,8 @@ def steps_in_words(plan: Plan, report: Report) -> str:
         line += f"slower, {measured_ms / before_ms:.2f} times as long"
     if not is_as_predicted:
         line += ", and not as predicted"
-    if plan.cluster is not None and report.host not in {host.name for host in plan.cluster.hosts}:
+    hosts = set() if plan.cluster is None else {host.name for host in plan.cluster.hosts}
+    if hosts and report.host_in_plans not in hosts:
         line += "; the prediction is for other machines"
     elif not is_as_predicted or measured_ms > before_ms + noise_ms:
         line += ". Other load may be the cause: record both and compare, with headway diagnose --baseline"
