@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from headway import files
 from headway.cluster import Cluster, Host, Traffic
-from headway.errors import UserError
+from headway.errors import UserError, did_you_mean
 from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.incident_forms import FORMS as INCIDENT_FORMS
@@ -83,7 +83,9 @@ class WhatIf:
                 source, target = whose.split(":")
                 traffic.append(_traffic(source, target, value))
             else:
-                raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
+                known = (*factors, "workers", "kernels", "traffic", "dies", "joins", "random-slowdown")
+                fix = "" if what in known else did_you_mean(what, known)
+                raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS, fix=fix)
         for named, factor in (
             *factors.items(),
             *link_factors.items(),
