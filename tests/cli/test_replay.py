@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,14 @@ def test_the_parts_of_each_rank_add_up_to_the_step_of_the_first_line(
     assert len(rows) == JOB.world_size
     for row in rows:
         assert sum(map(float, row[1:])) == pytest.approx(said_ms, abs=0.05 * len(row) + 0.02 * said_ms)
+
+
+def test_fewer_workers_have_no_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = written(JOB, tmp_path / "trace")
+    answer = answered(trace, capsys, "--what-if", "workers=1")[0]
+    assert "with 1 worker: " in answer
+    assert "times the samples a second of the recorded 4 workers" in answer
+    assert "efficiency" not in answer
+    document = json.loads("".join(answered(trace, capsys, "--what-if", "workers=1", "--json")))
+    assert document["throughput_ratio"] > 0
+    assert "efficiency" not in document

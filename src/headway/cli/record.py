@@ -221,7 +221,11 @@ def _outcome(recording: Recording, shared: bool) -> str:
 
 def _ranks(trace: Trace) -> str:
     recorded = len(trace.events)
-    return f"{recorded} ranks" if recorded == trace.world_size else f"{recorded} of {trace.world_size} ranks"
+    return (
+        counted(recorded, "rank")
+        if recorded == trace.world_size
+        else f"{recorded} of {trace.world_size} ranks"
+    )
 
 
 def _say_what_is_missing(output: Path) -> None:

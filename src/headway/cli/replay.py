@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
+from headway.units import counted
 
 UNRELIABLE = (
     "Do not rely on this answer: the replay of what was recorded is {error:+.0%} off. Record again while nothing else "
@@ -136,19 +138,27 @@ def replay(
     # As the first line says it: a replay is corrected by its error for what was recorded.
     console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if asked else 1.0))
     output.print_order(console, graph.schedule)
-    if graph.ranks < graph.world_size:
-        console.print(f"The other {graph.world_size - graph.ranks} ranks repeat these in the same order.")
-    if unfolded_ms is not None:
-        differs = unfolded_ms / result.step_ms - 1
-        console.print(
-            f"Folding: {graph.ranks} of {graph.world_size} ranks were simulated. Simulated individually, all of them "
-            f"take {unfolded_ms:.3f} ms a step, {differs:+.4%}."
-            if graph.ranks < graph.world_size
-            else f"Folding: no rank represents another here, all {graph.world_size} were simulated."
-        )
+    for line in _of_folding(graph.ranks, graph.world_size, result.step_ms, unfolded_ms):
+        console.print(line)
     console.print(
         f"Links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."
+    )
+
+
+def _of_folding(simulated: int, ranks: int, step_ms: float, unfolded_ms: float | None) -> Iterator[str]:
+    """Which ranks stand for others, and by how much the step differs where none does, if that was asked."""
+    if simulated < ranks:
+        others = "rank repeats" if ranks == simulated + 1 else f"{ranks - simulated} ranks repeat"
+        yield f"The other {others} these in the same order."
+    if unfolded_ms is None:
+        return
+    if simulated == ranks:
+        yield f"Folding: no rank represents another here, all {ranks} were simulated."
+        return
+    yield (
+        f"Folding: {simulated} of {ranks} ranks were simulated. Simulated individually, all of them take "
+        f"{unfolded_ms:.3f} ms a step, {unfolded_ms / step_ms - 1:+.4%}."
     )
 
 
@@ -159,17 +169,19 @@ def _throughput(speedup: float, workers: int, recorded_workers: int) -> dict[str
     return {
         "workers": workers,
         "throughput_ratio": speedup * workers / recorded_workers,
-        "efficiency": speedup,
+        # Fewer workers have less to wait for: each does more than a recorded one.
+        **({"efficiency": speedup} if workers > recorded_workers else {}),
     }
 
 
 def _compared(expected: Expectation, throughput: dict[str, float] | None, recorded_workers: int) -> str:
     if throughput is None:
         return f"{expected.speedup:.2f} times as fast as recorded ({expected.recorded_ms:.1f} ms)"
-    return (
-        f"{throughput['throughput_ratio']:.2f} times the samples a second of the recorded {recorded_workers} workers "
-        f"({expected.recorded_ms:.1f} ms a step), efficiency {throughput['efficiency']:.0%}"
+    said = (
+        f"{throughput['throughput_ratio']:.2f} times the samples a second of the recorded "
+        f"{counted(recorded_workers, 'worker')} ({expected.recorded_ms:.1f} ms a step)"
     )
+    return f"{said}, efficiency {throughput['efficiency']:.0%}" if "efficiency" in throughput else said
 
 
 def _table(breakdown_ms: dict[str, dict[str, float]], factor: float) -> Table:

@@ -12,7 +12,7 @@ from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.incident_forms import FORMS as INCIDENT_FORMS
 from headway.replayer.incident_forms import incidents_of
-from headway.units import format_rate, parse_duration_s, parse_factor, parse_rate_gbps
+from headway.units import counted, format_rate, parse_duration_s, parse_factor, parse_rate_gbps
 
 MAX_WORKERS = 65_536
 MAX_WORKERS_A_HOST = 4096
@@ -176,7 +176,8 @@ class WhatIf:
         ]
         if self.workers is not None:
             said.append(
-                f"{self.workers} workers" + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
+                counted(self.workers, "worker")
+                + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
             )
         return ", ".join((*said, *self.incidents.describe()))
 
