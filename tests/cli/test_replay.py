@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,15 @@ def test_fewer_workers_have_no_efficiency(tmp_path: Path, capsys: pytest.Capture
     document = json.loads("".join(answered(trace, capsys, "--what-if", "workers=1", "--json")))
     assert document["throughput_ratio"] > 0
     assert "efficiency" not in document
+
+
+def test_the_links_of_a_recording_of_one_rank_are_said_to_be_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(replace(JOB, world_size=1), tmp_path / "trace")
+    assert not any("assumed" in line for line in answered(trace, capsys))
+    for workers in ("4", "2x2"):
+        lines = answered(trace, capsys, "--what-if", f"workers={workers}")
+        (note,) = (line for line in lines if "assumed between workers" in line)
+        assert note.startswith("Note: One rank was recorded, and no link: 100 Gbit/s and a latency of ")
+        assert "--cluster" in note

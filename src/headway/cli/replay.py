@@ -12,7 +12,7 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
-from headway.units import counted
+from headway.units import counted, format_rate
 
 UNRELIABLE = (
     "Do not rely on this answer: the replay of what was recorded is {error:+.0%} off. Record again while nothing else "
@@ -20,6 +20,7 @@ UNRELIABLE = (
 )
 
 if TYPE_CHECKING:
+    from headway.cluster import Cluster
     from headway.replayer.expectation import Expectation
 
 
@@ -93,6 +94,7 @@ def replay(
             else None
         )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
+    notes = (*replayer.notes, *_assumed_links(replayer.cluster, result.graph.cluster))
     recorded_ms, expected, graph = replayer.recorded_step_ms, replayer.expect(result), result.graph
     error = base.step_ms / recorded_ms - 1
     throughput = _throughput(expected.speedup, graph.world_size, loaded.world_size)
@@ -115,7 +117,7 @@ def replay(
                 "speedup": expected.speedup,
                 **({} if throughput is None else throughput),
                 "what_if": what_if.describe(),
-                "notes": list(replayer.notes),
+                "notes": list(notes),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
                 **({} if plan is None else {"plan": plan.describe()}),
             },
@@ -133,7 +135,7 @@ def replay(
         console.print(
             f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
         )
-    for note in replayer.notes:
+    for note in notes:
         console.print(f"Note: {one_line(note)}")
     # As the first line says it: a replay is corrected by its error for what was recorded.
     console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if asked else 1.0))
@@ -159,6 +161,22 @@ def _of_folding(simulated: int, ranks: int, step_ms: float, unfolded_ms: float |
     yield (
         f"Folding: {simulated} of {ranks} ranks were simulated. Simulated individually, all of them take "
         f"{unfolded_ms:.3f} ms a step, {unfolded_ms / step_ms - 1:+.4%}."
+    )
+
+
+def _assumed_links(known: Cluster, replayed: Cluster) -> Iterator[str]:
+    """Says which links are assumed where one rank was recorded, which has none, and several are replayed."""
+    from headway.network.fit import NO_LINK
+
+    if known.source != NO_LINK or replayed.world_size == 1:
+        return
+    if len(replayed.hosts) > 1:
+        gbps, latency_us = replayed.hosts[0].up_gbps, replayed.latency_us
+    else:
+        gbps, latency_us = replayed.local_gbps, replayed.local_latency_us
+    yield (
+        f"One rank was recorded, and no link: {format_rate(gbps)} and a latency of {latency_us:g} us are assumed "
+        "between workers, which no measurement supports. Name the links that there are with --cluster"
     )
 
 
