@@ -15,7 +15,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace, with_ranks, write_tra
 from headway.cli.diagnose import diagnose as command
 from headway.diagnosis import diagnose
 from headway.errors import ClusterError, TraceError
-from headway.report.text import print_diagnosis
+from headway.report.text import _print, _table, print_diagnosis
 
 
 def printed(job: SyntheticJob, width: int = 80) -> str:
@@ -93,3 +93,13 @@ def test_a_busy_machine_is_told() -> None:
     (note,) = (line for line in out.getvalue().splitlines() if "a load of 9.5 on 4 cores" in line)
     assert note.startswith("Note: ")
     assert note.endswith("Record again on a quiet machine before you trust small differences.")
+
+
+def test_a_title_is_one_line_however_narrow_its_table_is() -> None:
+    table = _table("Critical path of step 15, in time order", ("rank", True), ("what", False))
+    table.add_row("0", "forward")
+    out = io.StringIO()
+    _print(Console(file=out, width=80), table)
+    title, header, _ = out.getvalue().splitlines()
+    assert title == "Critical path of step 15, in time order"
+    assert header.split() == ["rank", "what"]
