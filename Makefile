@@ -20,6 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup quick quick-tests test test-all test-with check lint types docs unit unit-all coverage demo demo-check clean
 
 setup: $(STAMP)
+	@echo 'To have headway and torchrun on the PATH of this shell: . $(BIN)/activate'
 
 # torch is pinned first: a looser request may fetch gigabytes of accelerator libraries.
 $(STAMP): pyproject.toml

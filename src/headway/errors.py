@@ -19,6 +19,9 @@ Every message says what is wrong, what was got, what was expected and how to men
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HeadwayError(Exception):
     """Base of everything Headway raises on purpose."""
@@ -99,3 +102,11 @@ def how_to_install(extra: str) -> str:
         f"'{name.strip()}'" for name, _, when in needed if f"extra == '{extra}'" in when.replace('"', "'")
     ]
     return f"pip install {' '.join(packages)}" if packages else f"pip install 'headway[{extra}]'"
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """A question that names what ``text`` may be a misspelling or the beginning of; empty where nothing is near."""
+    known = list(names)
+    begun = [name for name in known if text and name.startswith(text)]
+    near = begun[:2] or difflib.get_close_matches(text, known, n=2)
+    return f"Did you mean {' or '.join(near)}?" if near else ""

@@ -104,6 +104,7 @@ def test_the_steps_so_far_are_kept(
     trace = load_trace(out)
     assert set(trace.events) == {0, 1}, said
     assert trace.steps[:3] == (3, 4, 5)
+    assert f"headway: interrupted; {len(trace.steps)} steps kept, links and cores not measured" in said
     assert diagnose(trace).verdict
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
 
@@ -176,3 +177,17 @@ def test_an_interrupt_inside_ddps_reducer_keeps_the_steps_and_leaves_ddp_whole(
     buckets = load_trace(tmp_path / "rank").manifest.ranks[0].buckets
     assert len(buckets) > 3
     step()  # goes on
+
+
+@pytest.mark.usefixtures("group")
+def test_an_interrupt_of_what_follows_the_recording_holds_up_no_exit(tmp_path: Path) -> None:
+    (tmp_path / "rank").mkdir()
+    recorder = record_this_rank(RecordOptions(folder=tmp_path / "rank"))
+
+    def interrupted_then() -> None:
+        raise KeyboardInterrupt
+
+    recorder.when_written(interrupted_then)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.finish()
+    assert recorder.writer is None  # for which the exit of this process would wait

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests import workers
+from tests.behaviour import halting_cases
 from tests.commands import headway, torchrun
 
 from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS
@@ -33,3 +35,8 @@ def test_a_recorded_job_measures_its_machine_and_goes_on_as_before(tmp_path: Pat
     assert {*RUNTIME_COSTS, DEFERRED_UPDATE, "ring", "servers"} <= set(trace.cluster.algorithms)
     assert trace.cluster.decoupled_slowdown is None or trace.cluster.decoupled_slowdown.forward < 10
     assert Replayer(trace).cluster.source == "measured after the recording"
+
+
+def test_all_ranks_stop_measuring_where_one_is_told_to_end(tmp_path: Path) -> None:
+    found = workers.run(2, "tests.behaviour.halting_cases:told_on_one_rank", str(tmp_path))
+    assert found == [[rank == 1, halting_cases.TOLD_AT, [], 2.0, True] for rank in range(2)]

@@ -45,6 +45,12 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
         (["nothing-like-it"], "No such command 'nothing-like-it'. See headway --help."),
         (["settings", "plan.yaml"], "Missing option '--for'. Choose from: ddp, fsdp2, "),
         (["diagnose", "trace", "--htlm", "x"], "See headway diagnose --help."),
+        (
+            ["record", "torchrun", "--nproc-per-node", "2", "train.py"],
+            "No such option '--nproc-per-node'. The command stands behind --: headway record … -- torchrun train.py.",
+        ),
+        (["predict", "bert-larg", "--cluster", "edr-100g-pcie"], "Did you mean bert-large?"),
+        (["predict", "bert-large", "--cluster", "edr"], "Did you mean edr-100g-pcie?"),
         (["lab", "run", "--host", "x", "y", "z"], "See headway lab run --help."),
     ],
 )

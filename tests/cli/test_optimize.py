@@ -135,3 +135,20 @@ def test_an_unknown_strategy_is_refused_before_anything_is_searched(
 ) -> None:
     assert run(["optimize", str(written(JOB, tmp_path / "trace")), "--strategy", "telepathy"]) == 2
     assert "no such strategy; got telepathy; expected ddp or decoupled" in capsys.readouterr().err
+
+
+def test_a_busy_machine_is_told() -> None:
+    busy = replace(answer_of(result()), contention="vm was busy: a load of 3.4 on 2 cores.")
+    assert busy.notes() == ["Note: vm was busy: a load of 3.4 on 2 cores."]
+    assert answer_of(result()).notes() == []
+
+
+@pytest.mark.parametrize("can_rank", [True, False])
+def test_a_recording_that_cannot_rank_plans_bounds_none(
+    can_rank: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SearchResult, "can_rank", property(lambda _: can_rank))
+    trace, page = written(JOB, tmp_path / "trace"), tmp_path / "page.html"
+    assert run(["optimize", str(trace), "-o", str(tmp_path / "plan.yaml"), "--html", str(page)]) == 0
+    assert ("above the bound of" in capsys.readouterr().out) == can_rank
+    assert ("above the bound of" in page.read_text()) == can_rank

@@ -15,8 +15,8 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 
 PREDICTION = Prediction(step_ms=70.0, baseline_ms=100.0, uncertainty_ms=8.0)
 RANK_0 = Report(
-    host="a", rank=0, world_size=2, applied=True, began_s=2.0, steps=120, timed_steps=115, step_ms=72.0,
-    spread_ms=6.0,
+    host="a", host_in_plans="host0", rank=0, world_size=2, applied=True, began_s=2.0, steps=120, timed_steps=115,
+    step_ms=72.0, spread_ms=6.0,
 )  # fmt: skip
 
 
@@ -47,10 +47,26 @@ def test_steps_are_compared_with_what_was_predicted(report: Report, words: str) 
     assert steps_in_words(plan(), report).partition(". Other load")[0].endswith(words)
 
 
+def test_of_the_recorded_plan_no_gain_is_claimed() -> None:
+    made = plan()
+    recorded = made.model_copy(update={"prediction": PREDICTION.model_copy(update={"recorded": made.digest})})
+    words = "recorded before 100.0: the same plan as recorded; the difference is the machine's"
+    assert steps_in_words(recorded, RANK_0).endswith(words)
+    assert steps_in_words(recorded, changed(step_ms=150.0)).endswith(words)
+    same = changed(step_ms=101.0)
+    assert "no difference that stands out from noise" in steps_in_words(recorded, same)
+    edited = recorded.model_copy(
+        update={"parallel": {"data": DistributedDataParallelStrategy(bucket_cap_mb=9)}}
+    )
+    assert "1.39 times as fast" in steps_in_words(edited, RANK_0)
+
+
 def test_a_plan_without_a_prediction_or_of_other_machines() -> None:
     assert steps_in_words(plan(None), RANK_0) == "72.0 ms a step, over the last 115"
     elsewhere = Cluster(hosts=(Host(name="b", workers=2, up_gbps=1, down_gbps=1),))
     assert steps_in_words(plan(cluster=elsewhere), RANK_0).endswith("; the prediction is for other machines")
+    lab = Cluster(hosts=(Host(name="host0", workers=2, up_gbps=1, down_gbps=1),))
+    assert steps_in_words(plan(cluster=lab), RANK_0) == steps_in_words(plan(), RANK_0)
 
 
 def test_one_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from tests.synthetic import SyntheticJob, write_trace
 
 from headway.cli.main import run
 from headway.cli.settings import NAMES
-from headway.plan import Plan
+from headway.plan import Plan, Prediction
 from headway.strategies.registry import policy_named
 from headway.trace.folder import load_trace
 
@@ -145,3 +145,21 @@ def test_refusals_are_one_line_and_status_2(
         assert not out.exists()
     assert run(["settings", ddp]) == 2
     assert "--for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 5}])
+def test_of_the_recorded_plan_there_is_nothing_to_change(
+    options: dict[str, float], trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = planned(trace, "ddp", **options)
+    plan = Plan.load(path)
+    expected = Prediction(step_ms=1.0, baseline_ms=1.0, uncertainty_ms=0.1, recorded=plan.digest)
+    plan.model_copy(update={"prediction": expected}).save(path)
+    assert run(["settings", str(path), "--for", "ddp"]) == 0
+    said = capsys.readouterr().out
+    if options:  # it may have been headway run that applied them
+        assert "only where headway run applied it. Wrap the model with wrap()" in said
+    else:
+        assert said.splitlines()[1:] == ["Nothing to change: this is what was recorded."]
+    assert run(["settings", str(path), "--for", "ddp", "-o", str(trace.parent / "out")]) == 0
+    assert [each.name for each in (trace.parent / "out").iterdir()] == ["ddp_settings.py"]

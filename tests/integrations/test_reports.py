@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from headway.integrations.reports import MAX_REPORT_BYTES, REPORTS_VARIABLE, rea
 
 def test_a_process_replaces_its_own_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("HEADWAY_HOST", "host3")
     monkeypatch.setattr(reports, "_said", {})
     assert reports.say(rank=1, world_size=2)
     assert reports.say(refused="no\x1b[2J\nmore")
     (report,) = read_reports(tmp_path)
     assert (report.pid, report.rank, report.world_size) == (os.getpid(), 1, 2)
+    assert (report.host, report.host_in_plans) == (socket.gethostname(), "host3")
     assert report.refused == "no [2J more"
     assert reports.said("rank") == 1
     reports.withdraw()

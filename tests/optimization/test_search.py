@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +245,17 @@ def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: R
     assert plan.prediction.step_ms == found.best("decoupled").predicted_ms
     assert replayer.expect(replayer.replay(plan.strategy)).step_ms == plan.prediction.step_ms
     assert plan.prediction.baseline_ms == replayer.recorded_step_ms
+    assert not plan.is_recorded
+
+
+def test_the_recorded_plan_is_known_as_such_until_it_is_edited(replayer: Replayer, tmp_path: Path) -> None:
+    recorded = search(replayer).recorded
+    assert recorded is not None
+    plan_of(recorded, replayer).save(tmp_path / "plan.yaml")
+    plan = Plan.load(tmp_path / "plan.yaml")
+    assert plan.is_recorded
+    edited = plan.model_copy(update={"parallel": {"data": DistributedDataParallelStrategy(bucket_cap_mb=9)}})
+    assert not edited.is_recorded
 
 
 def test_gains_are_counted_from_the_record_where_its_replay_is_too_slow(replayer: Replayer) -> None:

@@ -128,3 +128,14 @@ def test_traffic_that_makes_no_sense(text: str) -> None:
 def test_traffic_of_hosts_that_are_not_there() -> None:
     with pytest.raises(UserError, match="--what-if traffic: there is no such host; got 'x'"):
         WhatIf.parse(["traffic:a:x=1gbit"]).apply(TWO)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("bandwith=2x", "bandwidth"), ("bandwith:a=2x", "bandwidth"), ("worker=4", "workers")]
+)
+def test_a_misspelt_what_if_is_told_what_it_may_be(text: str, near: str) -> None:
+    with pytest.raises(UserError, match=rf"Did you mean {near}\?"):
+        WhatIf.parse([text])
+    with pytest.raises(UserError) as refused:
+        WhatIf.parse(["compute:x=2x"])
+    assert "Did you mean" not in str(refused.value)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
+from tests.synthetic import SyntheticJob, synthetic_trace, with_ranks, write_trace
 
 from headway.cli.diagnose import diagnose as command
 from headway.diagnosis import diagnose
 from headway.errors import ClusterError, TraceError
-from headway.report.text import print_diagnosis
+from headway.report.text import _print, _table, print_diagnosis
 
 
 def printed(job: SyntheticJob, width: int = 80) -> str:
@@ -82,3 +82,24 @@ def test_notes_are_printed() -> None:
     out = io.StringIO()
     print_diagnosis(found, Console(file=out, width=80))
     assert "Note: 7 events were dropped" in out.getvalue()
+
+
+def test_a_busy_machine_is_told() -> None:
+    trace = synthetic_trace(SyntheticJob(ranks_a_host=4))
+    told = {"threads": 1, "cores": ((0, 3),), "load": 9.5}
+    busy = with_ranks(trace, dict.fromkeys(trace.events, told))
+    out = io.StringIO()
+    print_diagnosis(diagnose(busy), Console(file=out, width=80))
+    (note,) = (line for line in out.getvalue().splitlines() if "a load of 9.5 on 4 cores" in line)
+    assert note.startswith("Note: ")
+    assert note.endswith("Record again on a quiet machine before you trust small differences.")
+
+
+def test_a_title_is_one_line_however_narrow_its_table_is() -> None:
+    table = _table("Critical path of step 15, in time order", ("rank", True), ("what", False))
+    table.add_row("0", "forward")
+    out = io.StringIO()
+    _print(Console(file=out, width=80), table)
+    title, header, _ = out.getvalue().splitlines()
+    assert title == "Critical path of step 15, in time order"
+    assert header.split() == ["rank", "what"]

@@ -112,7 +112,8 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as failure:
         context = getattr(failure, "ctx", None)
         of = "headway" if context is None else context.command_path
-        print(f"headway: {_sentence(failure.format_message())} See {of} --help.", file=sys.stderr)
+        hint = _hint(context, arguments)
+        print(f"headway: {_sentence(failure.format_message())}{hint} See {of} --help.", file=sys.stderr)
         return failure.exit_code
     except UserError as failure:
         print(f"headway: {failure}", file=sys.stderr)
@@ -142,6 +143,14 @@ def _answer(own: list[str], command: tuple[str, ...]) -> int:
     except NO_ARGUMENTS as bare:
         print("" if bare.ctx is None else bare.ctx.get_help(), flush=True)
         return 0
+
+
+def _hint(context: click.Context | None, arguments: list[str]) -> str:
+    """Where the job's command belongs, for who gave it without ``--``."""
+    if context is None or "--" in arguments or not context.command.params:
+        return ""
+    takes_command = "-- COMMAND" in str(getattr(context.command, "options_metavar", ""))
+    return f" The command stands behind --: {context.command_path} … -- torchrun train.py." * takes_command
 
 
 def _sentence(text: str) -> str:

@@ -112,6 +112,7 @@ def optimize(
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = _loaded(traces, (plan_path, html), command if measured is not None else None)
 
+    from headway.diagnosis.identity import contention
     from headway.optimization.explanation import explain
     from headway.optimization.plan_writing import plan_of
     from headway.optimization.result import check_strategy, following
@@ -144,7 +145,7 @@ def optimize(
     )
     answer = Answer(
         found, best, chosen, wanted or "", plan_path, "" if follow else measure_line, run_line,
-        follows_network=follow,
+        follows_network=follow, contention=contention(loaded[0].manifest.ranks),
     )  # fmt: skip
     if html is not None:
         name = traces[0].resolve().name or "a trace"
@@ -158,7 +159,7 @@ def optimize(
     console = output.console()
     for line in (answer.headline(), *answer.reasons(), *sentences, *answer.next_steps(), ""):
         console.print(line)
-    if found.bound is not None and best.is_runnable and not best.changes_training:
+    if found.can_rank and found.bound is not None and best.is_runnable and not best.changes_training:
         console.print(found.bound.distance(best.predicted_ms))
     for part in (*explanation_parts(explained, in_full=in_full), *answer.notes(), *measures):
         console.print(part)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from headway.errors import LaunchError
+from headway.errors import LaunchError, one_line
 from headway.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class Answer:
     """A search and the plan that is taken, which is written to ``plan_path``; ``measured`` where short runs decided.
 
     ``strategy`` is the one that was asked for, "" for any. ``measure_line`` and ``run_line`` are commands for a shell;
-    the former is "" where short runs cannot measure this job here.
+    the former is "" where short runs cannot measure this job here. ``contention`` says that ranks took cores from each
+    other while they were recorded, "" where nothing shows it.
     """
 
     found: SearchResult
@@ -44,6 +45,7 @@ class Answer:
     measure_line: str
     run_line: str
     follows_network: bool = False
+    contention: str = ""
 
     @property
     def keeps_recorded(self) -> bool:
@@ -132,8 +134,9 @@ class Answer:
             yield f"  {self.run_line}"
 
     def notes(self) -> list[str]:
-        """What was left out of the search and why."""
-        return [f"Note: {note}." for note in self.found.notes]
+        """What the recording lacks, and what was left out of the search and why."""
+        notes = [f"Note: {note}." for note in self.found.notes]
+        return [f"Note: {one_line(self.contention)}", *notes] if self.contention else notes
 
     def document(self, explained: Explanation | None) -> dict[str, Any]:
         """The same as a document, but for what was measured."""

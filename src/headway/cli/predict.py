@@ -13,7 +13,7 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.allowing import allow_option
 from headway.errors import UserError, one_line
-from headway.units import format_bytes
+from headway.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from headway.cluster import Cluster
@@ -157,9 +157,10 @@ def predict(
     console = output.console()
     others = [each for each in largest if each is not best]
     second = f" ({others[0].strategy}: {others[0].step_ms:.1f})" if others else ""
+    how = ", ".join(filter(None, [best.strategy, what_if.describe()]))
     answer = (
-        f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
-        f"{best.strategy}{f', {asked}' if (asked := what_if.describe()) else ''}{second}: "
+        f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on "
+        f"{counted(best.workers, 'worker')} with {how}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
     )
     said = [answer, *_of_other_training(best, largest, allow)]

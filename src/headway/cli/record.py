@@ -19,6 +19,7 @@ from headway.cli.command import trailing_command
 from headway.errors import LaunchError, TraceError, UserError, one_line
 from headway.integrations.launch import CommandOutcome, injected_environment, run_command
 from headway.integrations.reports import Report
+from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.recording.place import Recording
@@ -115,6 +116,8 @@ def record(
         )  # fmt: skip
         written = _finish(staging, output, ended, command)
     if written:
+        if ended.interrupted_by and not no_measuring:
+            _say_what_is_missing(output)
         _announce(output, as_json)
     if ended.interrupted_by or not written:
         ctx.exit(ended.exit_status)
@@ -218,7 +221,20 @@ def _outcome(recording: Recording, shared: bool) -> str:
 
 def _ranks(trace: Trace) -> str:
     recorded = len(trace.events)
-    return f"{recorded} ranks" if recorded == trace.world_size else f"{recorded} of {trace.world_size} ranks"
+    return (
+        counted(recorded, "rank")
+        if recorded == trace.world_size
+        else f"{recorded} of {trace.world_size} ranks"
+    )
+
+
+def _say_what_is_missing(output: Path) -> None:
+    """Say, of a recording that was interrupted, what it keeps, unless everything was measured by then."""
+    from headway.trace.folder import CLUSTER, load_trace
+
+    if not (output / CLUSTER).exists():
+        kept = counted(len(load_trace(output).steps), "step")
+        print(f"headway: interrupted; {kept} kept, links and cores not measured", file=sys.stderr)
 
 
 def _announce(output: Path, as_json: bool) -> None:

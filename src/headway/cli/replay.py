@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
+from headway.units import counted, format_rate
 
 UNRELIABLE = (
     "Do not rely on this answer: the replay of what was recorded is {error:+.0%} off. Record again while nothing else "
@@ -18,6 +20,7 @@ UNRELIABLE = (
 )
 
 if TYPE_CHECKING:
+    from headway.cluster import Cluster
     from headway.replayer.expectation import Expectation
 
 
@@ -91,6 +94,7 @@ def replay(
             else None
         )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
+    notes = (*replayer.notes, *_assumed_links(replayer.cluster, result.graph.cluster))
     recorded_ms, expected, graph = replayer.recorded_step_ms, replayer.expect(result), result.graph
     error = base.step_ms / recorded_ms - 1
     throughput = _throughput(expected.speedup, graph.world_size, loaded.world_size)
@@ -113,7 +117,7 @@ def replay(
                 "speedup": expected.speedup,
                 **({} if throughput is None else throughput),
                 "what_if": what_if.describe(),
-                "notes": list(replayer.notes),
+                "notes": list(notes),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
                 **({} if plan is None else {"plan": plan.describe()}),
             },
@@ -131,23 +135,48 @@ def replay(
         console.print(
             f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
         )
-    for note in replayer.notes:
+    for note in notes:
         console.print(f"Note: {one_line(note)}")
-    console.print(_table(breakdown_ms))
+    # As the first line says it: a replay is corrected by its error for what was recorded.
+    console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if asked else 1.0))
     output.print_order(console, graph.schedule)
-    if graph.ranks < graph.world_size:
-        console.print(f"The other {graph.world_size - graph.ranks} ranks repeat these in the same order.")
-    if unfolded_ms is not None:
-        differs = unfolded_ms / result.step_ms - 1
-        console.print(
-            f"Folding: {graph.ranks} of {graph.world_size} ranks were simulated. Simulated individually, all of them "
-            f"take {unfolded_ms:.3f} ms a step, {differs:+.4%}."
-            if graph.ranks < graph.world_size
-            else f"Folding: no rank represents another here, all {graph.world_size} were simulated."
-        )
+    for line in _of_folding(graph.ranks, graph.world_size, result.step_ms, unfolded_ms):
+        console.print(line)
     console.print(
         f"Links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."
+    )
+
+
+def _of_folding(simulated: int, ranks: int, step_ms: float, unfolded_ms: float | None) -> Iterator[str]:
+    """Which ranks stand for others, and by how much the step differs where none does, if that was asked."""
+    if simulated < ranks:
+        others = "rank repeats" if ranks == simulated + 1 else f"{ranks - simulated} ranks repeat"
+        yield f"The other {others} these in the same order."
+    if unfolded_ms is None:
+        return
+    if simulated == ranks:
+        yield f"Folding: no rank represents another here, all {ranks} were simulated."
+        return
+    yield (
+        f"Folding: {simulated} of {ranks} ranks were simulated. Simulated individually, all of them take "
+        f"{unfolded_ms:.3f} ms a step, {unfolded_ms / step_ms - 1:+.4%}."
+    )
+
+
+def _assumed_links(known: Cluster, replayed: Cluster) -> Iterator[str]:
+    """Says which links are assumed where one rank was recorded, which has none, and several are replayed."""
+    from headway.network.fit import NO_LINK
+
+    if known.source != NO_LINK or replayed.world_size == 1:
+        return
+    if len(replayed.hosts) > 1:
+        gbps, latency_us = replayed.hosts[0].up_gbps, replayed.latency_us
+    else:
+        gbps, latency_us = replayed.local_gbps, replayed.local_latency_us
+    yield (
+        f"One rank was recorded, and no link: {format_rate(gbps)} and a latency of {latency_us:g} us are assumed "
+        "between workers, which no measurement supports. Name the links that there are with --cluster"
     )
 
 
@@ -158,22 +187,24 @@ def _throughput(speedup: float, workers: int, recorded_workers: int) -> dict[str
     return {
         "workers": workers,
         "throughput_ratio": speedup * workers / recorded_workers,
-        "efficiency": speedup,
+        # Fewer workers have less to wait for: each does more than a recorded one.
+        **({"efficiency": speedup} if workers > recorded_workers else {}),
     }
 
 
 def _compared(expected: Expectation, throughput: dict[str, float] | None, recorded_workers: int) -> str:
     if throughput is None:
         return f"{expected.speedup:.2f} times as fast as recorded ({expected.recorded_ms:.1f} ms)"
-    return (
-        f"{throughput['throughput_ratio']:.2f} times the samples a second of the recorded {recorded_workers} workers "
-        f"({expected.recorded_ms:.1f} ms a step), efficiency {throughput['efficiency']:.0%}"
+    said = (
+        f"{throughput['throughput_ratio']:.2f} times the samples a second of the recorded "
+        f"{counted(recorded_workers, 'worker')} ({expected.recorded_ms:.1f} ms a step)"
     )
+    return f"{said}, efficiency {throughput['efficiency']:.0%}" if "efficiency" in throughput else said
 
 
-def _table(breakdown_ms: dict[str, dict[str, float]]) -> Table:
+def _table(breakdown_ms: dict[str, dict[str, float]], factor: float) -> Table:
     parts = list(next(iter(breakdown_ms.values())))
     table = Table("rank", *(part.replace("_", " ") for part in parts), title="ms a step")
     for rank, values in breakdown_ms.items():
-        table.add_row(rank, *(f"{values[part]:.1f}" for part in parts))
+        table.add_row(rank, *(f"{factor * values[part]:.1f}" for part in parts))
     return table

@@ -146,13 +146,16 @@ def steps_in_words(plan: Plan, report: Report) -> str:
     is_as_predicted = abs(measured_ms - expected.step_ms) <= max(expected.uncertainty_ms, noise_ms)
     if abs(measured_ms - before_ms) <= noise_ms:
         line += "no difference that stands out from noise"
+    elif plan.is_recorded:
+        return f"{line}the same plan as recorded; the difference is the machine's"
     elif measured_ms < before_ms:
         line += f"{before_ms / measured_ms:.2f} times as fast"
     else:
         line += f"slower, {measured_ms / before_ms:.2f} times as long"
     if not is_as_predicted:
         line += ", and not as predicted"
-    if plan.cluster is not None and report.host not in {host.name for host in plan.cluster.hosts}:
+    hosts = set() if plan.cluster is None else {host.name for host in plan.cluster.hosts}
+    if hosts and report.host_in_plans not in hosts:
         line += "; the prediction is for other machines"
     elif not is_as_predicted or measured_ms > before_ms + noise_ms:
         line += ". Other load may be the cause: record both and compare, with headway diagnose --baseline"

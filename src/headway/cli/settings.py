@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,8 @@ def settings(
     plan = Plan.load(plan_path)
     options = _of_collectives(tool, as_replayed, channels, append)
     found = settings_for(tool, _asked(plan, trace_path, options))
+    if tool == "ddp" and plan.is_recorded:
+        found = _of_recorded(found, plan, keeps_files=output is not None)
     if output is not None:
         _write(found, output)
     if as_json:
@@ -71,6 +74,17 @@ def settings(
         output_of.print_document("settings", {**found.to_document(), **written})
         return
     _say(found, output)
+
+
+def _of_recorded(found: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
+    """DDP's settings for the plan that was recorded, which change nothing where the script itself trained so."""
+    from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+
+    if plan.strategy == DistributedDataParallelStrategy() and not plan.passes:
+        kept = found.files if keeps_files else {}
+        return replace(found, use="Nothing to change: this is what was recorded.", files=kept)
+    use = f"This is what was recorded: there is something to change only where headway run applied it. {found.use}"
+    return replace(found, use=use)
 
 
 def _of_collectives(

@@ -216,4 +216,6 @@ def _name(run: list[_Found]) -> str:
         return longest
     if run[0].kind == Kind.COLLECTIVE:
         return f"{run[0].name} ({len(lengths)} buckets)"
-    return f"{longest} and {len(lengths) - 1} more"
+    # The modules of a Sequential have numbers for names, which would read as counts.
+    shown = f"'{longest}'" if longest.replace(".", "").isdecimal() else longest
+    return f"{shown} and {len(lengths) - 1} more"

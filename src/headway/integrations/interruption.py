@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 MAIN_THREAD_WITHIN_S = 1.0
 PATIENCE_S = 4.0  # with other ranks, which are told to end too
+STOPPED_WITHIN_S = 5.0  # what a signal has stopped first
 SAVED_WITHIN_S = 8.0  # or never; launchers kill after some 30 s
 
 
@@ -31,6 +33,40 @@ def call_first(recorder: Savable) -> None:
     interruption = _Interruption(recorder)
     interruption.attach()
     recorder.when_written(interruption.detach)
+
+
+@contextlib.contextmanager
+def postponed(instead: Callable[[], None]) -> Iterator[None]:
+    """Have SIGINT and SIGTERM call ``instead``, and what they would have called when the block has ended.
+
+    A signal that comes later than ``STOPPED_WITHIN_S`` after the first is not postponed. Signals that are not handled
+    in Python are left alone: they end the process at once. Does nothing outside of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: dict[int, float] = {}  # the signals, and when each came first
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        came.setdefault(number, now_s)
+        instead()
+        if now_s > min(came.values()) + STOPPED_WITHIN_S:
+            before[number](number, frame)
+
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    for number in NUMBERS:
+        if callable(found := signal.getsignal(number)):
+            before[number] = found
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for each, own in before.items():
+            if signal.getsignal(each) is handle:
+                signal.signal(each, own)
+        for each in came:
+            signal.raise_signal(each)
 
 
 class Savable(Protocol):

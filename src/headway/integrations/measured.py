@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
+from headway.integrations import interruption
+from headway.network import halting
 from headway.trace.folder import CLUSTER
 
 KEY = "headway/measuring"
@@ -29,8 +31,13 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
     """Measure the cluster and leave it in rank 0's ``folder``. Every rank calls it after the same step, or none.
 
     ``wanted`` says whether this rank takes part; unless all do, soon, nobody does. ``token`` names the recording. What
-    fails is said in a line, and training goes on.
+    fails is said in a line, and training goes on. A signal that would end this rank stops the others' measuring too.
     """
+    with interruption.postponed(halting.ask), halting.heeded():
+        _measure(token, folder, wanted=wanted)
+
+
+def _measure(token: str, folder: Path, *, wanted: bool) -> None:
     rank = dist.get_rank()
     try:
         if not _all_come(f"{KEY}/{token}", wanted=wanted and _permitted()):
@@ -49,6 +56,8 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
             cluster = probe_cluster(effort=SHORT)
         if rank == 0:
             cluster.model_copy(update={"source": "measured after the recording"}).save(folder / CLUSTER)
+    except halting.HaltedError:
+        return
     except Exception as failure:  # training must not end because something about it could not be measured
         print(f"headway: rank {rank}: links and cores could not be measured: {failure}", file=sys.stderr)
 

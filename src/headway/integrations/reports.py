@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import one_line
+from headway.rpc.interface import host_name
 
 REPORTS_VARIABLE = "HEADWAY_REPORTS"
 RANK_VARIABLE = (
@@ -33,6 +34,8 @@ MAX_SAID = 1000
 class Report:
     """What one process said of itself; ``rank`` is -1 until its default process group was initialised.
 
+    ``host`` is the machine, ``host_in_plans`` its name in traces and plans: that of an imitated host in a lab.
+
     ``refused`` is an error of Headway's own, ``blind`` says why this Python cannot import Headway, ``alone`` that it
     trains without a process group, ``records`` that it began to record and ``done`` that its recording is written;
     ``left`` that it was to leave then, and ``went_on`` that it trains further all the same.
@@ -42,6 +45,7 @@ class Report:
     """
 
     host: str = ""
+    host_in_plans: str = ""
     pid: int = 0
     rank: int = -1
     world_size: int = 0
@@ -77,7 +81,9 @@ def say(**news: Any) -> bool:
         return False
     if _said.get("pid") != os.getpid():  # a forked child is a process of its own
         _said.clear()
-        _said.update(pid=os.getpid(), host=socket.gethostname(), name=os.urandom(4).hex())
+        _said.update(
+            pid=os.getpid(), host=socket.gethostname(), host_in_plans=host_name(), name=os.urandom(4).hex()
+        )
     _said.update(news)
     text = json.dumps({key: value for key, value in _said.items() if key != "name"})
     readable = False
@@ -92,7 +98,7 @@ def say(**news: Any) -> bool:
 
 def withdraw() -> None:
     """Remove this process's report where it says no more than that the process is there."""
-    if _said.get("pid") == os.getpid() and set(_said) == {"pid", "host", "name"}:
+    if _said.get("pid") == os.getpid() and set(_said) == {"pid", "host", "host_in_plans", "name"}:
         for path in _paths():
             with contextlib.suppress(OSError):
                 path.unlink()

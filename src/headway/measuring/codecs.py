@@ -20,6 +20,7 @@ from headway.collectives.algorithms import ALL_GATHER
 from headway.compression.codec import Codec, Sent
 from headway.compression.registry import proposed
 from headway.errors import one_line
+from headway.network.halting import stop_if_asked
 from headway.network.interference import RaisingThread, Work, repeat
 from headway.strategies.data_parallel.ddp.sending import Outgoing, send
 
@@ -66,6 +67,7 @@ def _cost(codec: Codec, work: Work | None) -> CodecCost:
     small_us: list[float] = []
     large_us: list[float] = []
     slowdowns: list[float] = []
+    stop_if_asked()
     alone_s = 0.0 if work is None else work.seconds_alone(ALONE_S)
     for size_mib, found in zip(SIZES_MIB, (small_us, large_us), strict=True):
         watched = _Watched(codec, round(size_mib * MIB))

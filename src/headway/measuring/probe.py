@@ -25,6 +25,7 @@ from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, RUNTIME_COSTS, A
 from headway.collectives.hosts import Hosts
 from headway.measuring.codecs import codec_costs
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
+from headway.network.halting import stop_if_asked
 from headway.network.interference import communication_interference
 from headway.network.link_rates import link_rates
 from headway.rpc import interface
@@ -57,7 +58,7 @@ def probe_cluster(
     """Measure this job's cluster. Every rank calls it, with the default process group initialised on Gloo.
 
     ``busy_cores`` says that training computes on the cores that communicate, so ranks compute while they are timed.
-    Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile.
+    Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile, and HaltedError where one is to end.
     """
     second = dist.new_group(backend="gloo") if dist.get_world_size() == 2 else None
     assert second is None or isinstance(second, dist.ProcessGroup)
@@ -239,6 +240,7 @@ def _ring_times_s(ring: Sequence[int], size_bytes: int, stride: int) -> list[flo
     times = []
     outgoing, incoming = torch.ones(size_bytes // 4), torch.empty(size_bytes // 4)
     for _ in range(REPEATS):
+        stop_if_asked()
         time.sleep(REST_S)
         dist.barrier()
         begun = time.perf_counter()

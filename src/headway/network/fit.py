@@ -21,6 +21,8 @@ from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
 DEFAULT_LATENCY_US = 100.0  # of a message of Gloo's
+ASSUMED_GBPS = 100.0  # between workers, of whom one was recorded
+NO_LINK = "one rank: no link"
 NCCL_LATENCY_US = 5.0
 DEFAULT_LOCAL_GBPS = 20.0
 NCCL_KERNEL = re.compile("[nr]ccl", re.IGNORECASE)
@@ -56,7 +58,7 @@ def cluster_from_trace(trace: Trace) -> Cluster:
                 "fitted",
                 fix="Measure the links with headway probe and pass --cluster.",
             )
-        return _cluster(trace, 100.0, {}, "one rank: no link")
+        return _cluster(trace, ASSUMED_GBPS, {}, NO_LINK)
     fit = _fit(periods)
     if fit.ns_per_byte <= 0:
         raise TraceError(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from headway.network.halting import stop_if_asked
+
 CONCURRENT_S = 1.0
 UPDATES = 50
 
@@ -84,8 +86,9 @@ def timed(action: Callable[[], None], work: Work | None) -> Timing:
     """Time ``action`` on a thread of its own. Every rank calls it at once.
 
     Every rank does ``work`` meanwhile, as it will in training: on busy cores a thread waits for its turn at every
-    message. It is None where training leaves the cores alone.
+    message. It is None where training leaves the cores alone. Raises HaltedError where a rank was told to end.
     """
+    stop_if_asked()
     dist.barrier()
     took_s: list[float] = []
     thread = RaisingThread(partial(_stopwatch, action, took_s))
@@ -120,8 +123,10 @@ def communication_interference(collective: Callable[[], None], rounds: int) -> t
     work, update = Work(), _tiny_update()
     slowdowns, updates_s = [], []
     for _ in range(rounds):
+        stop_if_asked()
         dist.barrier()
         alone_s = work.seconds_alone(CONCURRENT_S / 2)
+        stop_if_asked()
         dist.barrier()
         rings = RaisingThread(partial(repeat, collective, count))
         rings.start()

@@ -14,6 +14,9 @@ from headway.strategies.pipeline.mesh import MeshStrategy
 def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     """The plan file's value for a candidate. It remembers where the trace is, which settings of other tools need."""
     plan = _plan_of(candidate, replayer)
+    if not candidate.changed and plan.prediction is not None:
+        prediction = plan.prediction.model_copy(update={"recorded": plan.digest})
+        plan = plan.model_copy(update={"prediction": prediction})
     of_this_job = candidate.recut is None and plan.world_size == replayer.trace.world_size
     return plan.model_copy(update={"trace": os.path.abspath(replayer.trace.path)}) if of_this_job else plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,6 +84,9 @@ class Prediction(BaseModel):
 
     peak_bytes: int | None = Field(default=None, ge=0)
     """The most memory that one rank is expected to hold."""
+
+    recorded: str | None = None
+    """A digest of the plan, if it is the one that was recorded; a plan that was edited since has another."""
 
 
 class Plan(BaseModel):
@@ -246,6 +250,17 @@ class Plan(BaseModel):
     def world_size(self) -> int:
         """The number of workers."""
         return math.prod(self.mesh.values())
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that the plan decides."""
+        decided = self.model_dump_json(include={"mesh", "parallel", "passes"})
+        return hashlib.sha256(decided.encode()).hexdigest()[:16]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it changes nothing of the recording that it was made from."""
+        return self.prediction is not None and self.prediction.recorded == self.digest
 
     def describe(self) -> str:
         """Say the strategy and the passes in a few words."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headway import files
 from headway.cluster import Cluster
-from headway.errors import ClusterError
+from headway.errors import ClusterError, did_you_mean
 
 
 def shipped() -> list[str]:
@@ -26,6 +26,9 @@ def cluster_named(text: str) -> Cluster:
         return files.parse_yaml(document, Cluster, ClusterError, f"cluster {text}")
     if not Path(text).suffix and not Path(text).exists():
         raise ClusterError(
-            "there is no such cluster", got=repr(text), expected=f"a file, or one of {', '.join(shipped())}"
+            "there is no such cluster",
+            got=repr(text),
+            expected=f"a file, or one of {', '.join(shipped())}",
+            fix=did_you_mean(text, shipped()),
         )
     return Cluster.load(text)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from headway.errors import UserError
+from headway.errors import UserError, did_you_mean
 from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Point
 from headway.models.catalogue import MODELS
@@ -39,12 +39,16 @@ def workload_named(text: str, device_name: str | None, optimizer_name: str) -> W
     raise UserError(
         "there is no such model", got=repr(text),
         expected=f"one of {', '.join(MODELS)}, a YAML file, or package.module:function",
+        fix=did_you_mean(text, MODELS),
     )  # fmt: skip
 
 
 def _chosen(known: Mapping[str, Value], name: str, option: str) -> Value:
     if name not in known:
-        raise UserError(f"{option}: unknown name", got=repr(name), expected=f"one of {', '.join(known)}")
+        raise UserError(
+            f"{option}: unknown name", got=repr(name), expected=f"one of {', '.join(known)}",
+            fix=did_you_mean(name, known),
+        )  # fmt: skip
     return known[name]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from headway import files
-from headway.errors import UserError
+from headway.errors import UserError, did_you_mean
 from headway.plan import Plan
 from headway.prediction.pipelines import PredictedPipeline
 from headway.prediction.workload import Workload
@@ -52,7 +52,10 @@ def _named(text: str, workload: Workload) -> Strategy:
     registry.check_usable(name)
     if name not in registry.names():
         raise UserError(
-            "there is no such strategy", got=repr(text), expected=f"{FORM}; {' or '.join(registry.names())}"
+            "there is no such strategy",
+            got=repr(text),
+            expected=f"{FORM}; {' or '.join(registry.names())}",
+            fix=did_you_mean(name, registry.names()),
         )
     given: dict[str, object] = {}
     for option in filter(None, options.split(",")):

@@ -438,11 +438,13 @@ class Recorder:
             self.fault = self.fault or described(failure)
             guarded(self._write_status, self._could_not_end)()
         guarded(self._forget, self._could_not_end)()
-        while self._written:
-            guarded(self._written.pop(0), self._could_not_end)()
-        self.writer = None
-        # Not before: a thread that writes would end with the main one.
-        atexit.unregister(self._finish_at_exit)
+        try:
+            while self._written:
+                guarded(self._written.pop(0), self._could_not_end)()
+        finally:  # an interrupt may leave it; an exit would then wait for this thread
+            self.writer = None
+            # Not before: a thread that writes would end with the main one.
+            atexit.unregister(self._finish_at_exit)
 
     def hurry(self, patience_s: float) -> None:
         """Where it is being written, wait no longer than that for other ranks."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from headway import files
 from headway.cluster import Cluster, Host, Traffic
-from headway.errors import UserError
+from headway.errors import UserError, did_you_mean
 from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.incident_forms import FORMS as INCIDENT_FORMS
 from headway.replayer.incident_forms import incidents_of
-from headway.units import format_rate, parse_duration_s, parse_factor, parse_rate_gbps
+from headway.units import counted, format_rate, parse_duration_s, parse_factor, parse_rate_gbps
 
 MAX_WORKERS = 65_536
 MAX_WORKERS_A_HOST = 4096
@@ -83,7 +83,9 @@ class WhatIf:
                 source, target = whose.split(":")
                 traffic.append(_traffic(source, target, value))
             else:
-                raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
+                known = (*factors, "workers", "kernels", "traffic", "dies", "joins", "random-slowdown")
+                fix = "" if what in known else did_you_mean(what, known)
+                raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS, fix=fix)
         for named, factor in (
             *factors.items(),
             *link_factors.items(),
@@ -174,7 +176,8 @@ class WhatIf:
         ]
         if self.workers is not None:
             said.append(
-                f"{self.workers} workers" + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
+                counted(self.workers, "worker")
+                + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
             )
         return ", ".join((*said, *self.incidents.describe()))
 

@@ -71,7 +71,7 @@ def plan_page(
     bars = () if explained is None else path_bars(explained)
     shown = found.candidates[:MAX_PLANS]
     for_other_scripts = found.for_other_scripts[:MAX_PLANS]
-    has_bound = found.bound is not None and best.is_runnable and not best.changes_training
+    has_bound = found.can_rank and found.bound is not None and best.is_runnable and not best.changes_training
     return template("plan.html.jinja").render(
         title=trace_name,
         version=__version__,

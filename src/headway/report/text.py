@@ -25,7 +25,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for finding in diagnosis.findings:
         if finding.stands_out and finding.sentence.rstrip(".") not in diagnosis.verdict:
             console.print(Text(plain(f"Also: {finding.sentence}")), soft_wrap=True)
-    for note in diagnosis.notes:
+    busy = () if diagnosis.details is None else (diagnosis.details.job.contention,)
+    for note in filter(None, (*busy, *diagnosis.notes)):
         console.print(Text(plain(f"Note: {note}"), style="yellow"), soft_wrap=True)
     console.print()
     _print(console, _breakdown(diagnosis))
@@ -47,12 +48,16 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _print(console: Console, table: Table) -> None:
+    """Print ``table`` below its title, which a narrow table would wrap."""
+    title, table.title = table.title, None
+    if title is not None:
+        console.print(Text(str(title), style="bold"), soft_wrap=True)
     console.print(table)
 
 
 def _table(title: str, *columns: tuple[str, bool]) -> Table:
     """A table; each column has a header, and whether it holds numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title=title, box=None, pad_edge=False)
     for header, number in columns:
         table.add_column(header, justify="right" if number else "left", header_style="dim", overflow="fold")
     return table

@@ -261,6 +261,7 @@ def test_the_distance_and_its_reason_are_said() -> None:
     said = bound.distance(2 * bound.step_ms)
     assert said.startswith(f"{2 * bound.step_ms:.1f} ms is 100% above the bound of {bound.step_ms:.1f} ms. ")
     assert bound.reason in said
+    assert bound.reason.startswith("By this recording, no plan can be faster, as ")
     assert bound.scaled(0.5).step_ns == bound.step_ns / 2
     assert bound.scaled(0.5).binds == bound.binds
 

@@ -66,10 +66,11 @@ class StepBound:
         """Why a step cannot be shorter, in a sentence."""
         computation = f"computation alone takes {self.parts_ns[COMPUTATION] / 1e6:.1f} ms"
         if self.binds == COMPUTATION:
-            return f"No plan can be faster, as {computation}."
+            return f"By this recording, no plan can be faster, as {computation}."
         if self.binds == LATENCY:
-            return f"No plan can be faster, as gradients arrive a latency later than they are there; {computation}."
-        return f"No plan can be faster, as all gradients have to pass {self.binds}; {computation}."
+            why = "gradients arrive a latency later than they are there"
+            return f"By this recording, no plan can be faster, as {why}; {computation}."
+        return f"By this recording, no plan can be faster, as all gradients have to pass {self.binds}; {computation}."
 
     def scaled(self, factor: float) -> StepBound:
         """The bound of a step of which everything takes so many times as long."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.network.halting import stop_if_asked
 from headway.strategies.data_parallel.decoupled import lifecycle
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 
@@ -37,6 +38,7 @@ def own_cost() -> OwnCost:
     """Measure it. Every rank calls it, with the default process group initialised on Gloo."""
     cap_mb = LAYERS_A_BUCKET * 4 * (WIDTH + 1) * WIDTH / 2**20
     for _ in range(ROUNDS):  # the last one counts: the first passes of a process take longer
+        stop_if_asked()
         stock = _passes_s(DistributedDataParallel(_model(), bucket_cap_mb=cap_mb))
         planned = DecoupledDataParallel(_model(), bucket_cap_mb=cap_mb)
         own = _passes_s(planned)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.cluster import PassSlowdown
 from headway.intervals import Intervals
 from headway.job import Job
+from headway.network.halting import stop_if_asked
 from headway.strategies.data_parallel.channels import observer
 from headway.strategies.data_parallel.decoupled import lifecycle
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -64,7 +65,9 @@ def training_interference(of_collectives: float) -> Found:
     stock: list[Passes] = []
     own: list[Passes] = []
     for _ in range(ROUNDS):
+        stop_if_asked()
         stock += _passes(DistributedDataParallel(_model(), bucket_cap_mb=BUCKET_BYTES / 2**20))
+        stop_if_asked()
         model = _model()
         schedule = strategy.decide(Job.of(model_spec(model)))
         planned = DecoupledDataParallel(model, schedule=schedule)
