@@ -31,8 +31,18 @@ def codecs() -> dict[str, type[Codec]]:
 @cache
 def proposed() -> tuple[Codec, ...]:
     """What a search tries, and a probe measures: the codecs that each class proposes, Headway's own first."""
-    each_proposes = answers("codec", codecs().items(), lambda kind: kind.proposed())
+    each_proposes = answers("codec", codecs().items(), _proposed)
     return tuple(chain.from_iterable(codecs_of_kind for _, codecs_of_kind in each_proposes))
+
+
+def _proposed(kind: type[Codec]) -> tuple[Codec, ...]:
+    """What ``kind`` proposes, which has to answer what a search asks of each."""
+    made = tuple(kind.proposed())
+    for each in made:
+        each.describe(), each.loses, each.permission  # whether these raise
+        each.exchanges(((8, 8),), "float32", 2)
+        each.default_us(256, 2)
+    return made
 
 
 def _fitting(name: str, found: object) -> type[Codec] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
 from headway.permission import PRECISION, Permission
-from headway.plugins import API_VERSION
+from headway.plugins import API_VERSION, asking
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,3 +74,14 @@ class Pass(BaseModel):
     def describe(self) -> str:
         """Say the pass and its options in a few words, for tables."""
         raise NotImplementedError
+
+
+def rewritten(job: Job, passes: Iterable[Pass]) -> Job:
+    """``job`` under ``passes``, in their order. Raises as ``rewrite``, and PluginFaultError for others' faults."""
+    for each in passes:
+        with asking("pass", each):
+            changed: object = each.rewrite(job)
+            if not isinstance(changed, Job):
+                raise TypeError(f"rewrite() returned {type(changed).__name__}, expected a job")
+            job = changed
+    return job

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
 from headway.permission import ASYNCHRONOUS, Permission
+from headway.plugins import asking
 from headway.scheduling.schedule import Schedule
 
 DATA, PIPELINE = "data", "pipeline"
@@ -97,6 +98,15 @@ class Strategy(BaseModel):
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""
         raise NotImplementedError
+
+
+def decided(strategy: Strategy, job: Job) -> Schedule:
+    """What ``strategy`` decides for ``job``. Raises as ``decide``, and PluginFaultError for another package's fault."""
+    with asking("strategy", strategy):
+        schedule: object = strategy.decide(job)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"decide() returned {type(schedule).__name__}, expected a schedule")
+        return schedule
 
 
 def fits(job: Job, policy: type[Strategy]) -> bool:

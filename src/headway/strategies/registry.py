@@ -58,10 +58,15 @@ def check_usable(name: str) -> None:
         raise PluginError(why)
 
 
-def ask(question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False) -> Iterator[tuple[str, A]]:
-    """What each strategy answers, with its name. One of another package that raises is left out, with a warning."""
+def ask(
+    question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False, needed: str = ""
+) -> Iterator[tuple[str, A]]:
+    """What each strategy answers, with its name. One of another package that raises is left out, with a warning.
+
+    Raises PluginFaultError where that is the strategy ``needed``.
+    """
     strategies = list(plugins().items())
-    return answers("strategy", reversed(strategies) if last_first else strategies, question)
+    return answers("strategy", reversed(strategies) if last_first else strategies, question, needed=needed)
 
 
 def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
