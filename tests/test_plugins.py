@@ -105,6 +105,27 @@ def test_what_needs_a_broken_plugin_is_refused_with_the_reason(install: Install,
         Plan.load(path)
 
 
+def test_a_class_that_lacks_methods_is_left_out_when_it_is_loaded(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (group, base, lacking) in enumerate(
+        (
+            ("codecs", "Codec", "default_us, describe, exchanges, loses, reduce"),
+            ("passes", "Pass", "apply, describe, rewrite"),
+            ("strategies", "Strategy", "decide, describe"),
+        )
+    ):
+        text = f"from headway import ext\nclass Steep(ext.{base}):\n    name = 'steep'\n"
+        if group == "strategies":
+            text += "from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP\n"
+            text += "class Plugin(type(DDP)):\n    policy = Steep\nPLUGIN = Plugin()\n"
+        where = f"lacking{number}"
+        named = "PLUGIN" if group == "strategies" else "Steep"
+        install(f"stranger{number}", f"[headway.{group}]\nsteep = {where}:{named}\n", **{where: text})
+        assert "steep" not in {**registry.plugins(), **passes(), **codecs()}
+        assert f"TypeError: the class Steep lacks {lacking}" in capsys.readouterr().err
+
+
 def test_two_packages_of_one_name_are_both_left_out(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,12 @@ def load_entry_points(
     return usable
 
 
+def check_complete(kind: type) -> None:
+    """Raise TypeError where ``kind``, the class of a strategy, pass or codec, lacks methods that it needs."""
+    if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise TypeError(f"the class {kind.__name__} lacks {', '.join(lacking)}")
+
+
 def loaded_plugins() -> list[Plugin]:
     """The plug-ins of all groups that were loaded so far, usable or not."""
     return [plugin for plugins in _loaded.values() for plugin in plugins]

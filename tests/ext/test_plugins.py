@@ -18,7 +18,9 @@ from headway.ext import (
     ALL_REDUCE,
     BucketSchedule,
     Codec,
+    Exchange,
     Footprint,
+    Gradients,
     GraphBuilder,
     InRecordedOrder,
     Job,
@@ -27,6 +29,7 @@ from headway.ext import (
     Part,
     Permission,
     RankCursor,
+    Reduction,
     Strategy,
     StrategyPlugin,
     make_buckets,
@@ -116,8 +119,21 @@ class Eighth(Codec):
     name: ClassVar[str] = "eighth"
     codec: Literal["eighth"] = "eighth"
 
+    def exchanges(self, shapes: Any, dtype: str, world_size: int) -> tuple[Exchange, ...]:
+        return (Exchange(ALL_REDUCE, world_size),)
+
+    def reduce(self, gradients: Gradients) -> Reduction:
+        raise NotImplementedError
+
     def describe(self) -> str:
         return "eighth"
+
+    @property
+    def loses(self) -> str:
+        return ""
+
+    def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
+        return 1.0, 1.0
 
 
 class Slower(MeasuredPass):
@@ -126,6 +142,9 @@ class Slower(MeasuredPass):
     name: ClassVar[str] = "slower"
     parts: ClassVar[tuple[str, ...]] = (Part.INPUT,)
     block: int = 16
+
+    def apply(self, module: Any, optimizer: Any) -> Any:
+        return module
 
     def describe(self) -> str:
         return f"slower by {self.block}"

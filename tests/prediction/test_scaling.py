@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from tests.prediction.test_workload import tied_workload
@@ -10,6 +10,7 @@ from tests.prediction.test_workload import tied_workload
 from headway.cluster import Cluster, Host
 from headway.errors import UserError
 from headway.graph.step_profile import LayerTimes
+from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.passes.base import Pass
 from headway.plan import Plan
@@ -140,6 +141,12 @@ def test_strategies_that_are_not_there_are_refused(text: str) -> None:
 
 class Doubled(Pass):
     name: ClassVar[str] = "doubled"
+
+    def rewrite(self, job: Job) -> Job:
+        raise NotImplementedError
+
+    def apply(self, module: Any, optimizer: Any) -> Any:
+        raise NotImplementedError
 
     def describe(self) -> str:
         return "doubled"

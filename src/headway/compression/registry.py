@@ -14,7 +14,7 @@ from headway.compression.codec import Codec
 from headway.compression.int8 import Int8
 from headway.compression.power_sgd import PowerSGD
 from headway.compression.top_k import TopK
-from headway.plugins import answers, load_entry_points, unknown
+from headway.plugins import answers, check_complete, load_entry_points, unknown
 
 GROUP = "headway.codecs"
 SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
@@ -47,6 +47,7 @@ def _proposed(kind: type[Codec]) -> tuple[Codec, ...]:
 
 def _fitting(name: str, found: object) -> type[Codec] | None:
     if isinstance(found, type) and issubclass(found, Codec) and getattr(found, "name", "") == name:
+        check_complete(found)
         return found
     return None
 

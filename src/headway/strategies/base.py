@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -44,9 +45,9 @@ class Strategy(BaseModel):
     declared_permissions: ClassVar[tuple[Permission, ...]] = ()
     """New permissions that it may need: users give them by these names, and are told what they change."""
 
+    @abstractmethod
     def decide(self, job: Job) -> Schedule:
         """Decide what ``job`` communicates. Raises PlanError if the options do not fit its model."""
-        raise NotImplementedError
 
     def spelled_out(self, job: Job) -> Self:
         """The same decision with everything that it takes from ``job`` written out, as in a plan file."""
@@ -95,9 +96,9 @@ class Strategy(BaseModel):
         """All permissions that it needs: ``permission``, unless its parts need several."""
         return frozenset((self.permission,)) - {""}
 
+    @abstractmethod
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""
-        raise NotImplementedError
 
 
 def decided(strategy: Strategy, job: Job) -> Schedule:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from headway.errors import PluginError
-from headway.plugins import answers, load_entry_points, why_unusable
+from headway.plugins import answers, check_complete, load_entry_points, why_unusable
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -70,7 +70,10 @@ def ask(
 
 
 def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
-    return found if isinstance(found, StrategyPlugin) and found.name == name else None
+    if isinstance(found, StrategyPlugin) and found.name == name:
+        check_complete(found.policy)
+        return found
+    return None
 
 
 def names() -> tuple[str, ...]:
