@@ -17,15 +17,17 @@ DATA, PIPELINE = "data", "pipeline"
 
 
 SHORT_NAME = 60
+SENT_AS = "sent as"  # begins what strategies say of their codecs
 
 
 def short_name(description: str) -> str:
-    """The first parts of what a strategy says of itself, as many as are read at a glance."""
+    """The first parts of what a strategy says of itself, as many as are read at a glance, and any codecs."""
     name, *parts = description.split(", ")
+    is_full = False
     for part in parts:
-        if len(name) + len(part) + 2 > SHORT_NAME:
-            break
-        name = f"{name}, {part}"
+        is_full = is_full or len(name) + len(part) + 2 > SHORT_NAME
+        if not is_full or SENT_AS in part:
+            name = f"{name}, {part}"
     return name
 
 
