@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,13 +65,13 @@ def load_entry_points(
     except Exception as error:  # one package's damaged list keeps Python from reading any
         plugins.append(Plugin(group, ANY, "", "?", f"entry points cannot be listed: {_reason(error)}"))
         entries = []
-    times = Counter(entry.name for entry in entries)
     for entry in entries:
         why_not = ""
         if entry.name in reserved:
             why_not = "Headway has one of that name itself"
-        elif times[entry.name] > 1:
-            why_not = "another package uses the same name"
+        elif others := [_package(each) for each in entries if each.name == entry.name and each is not entry]:
+            verb = "use" if len(others) > 1 else "uses"
+            why_not = f"the package{'s' * (len(others) > 1)} {' and '.join(others)} {verb} the same name"
         else:
             try:
                 fitting = fits(entry.name, loaded := entry.load())
