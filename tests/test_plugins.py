@@ -105,6 +105,27 @@ def test_what_needs_a_broken_plugin_is_refused_with_the_reason(install: Install,
         Plan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("    ddp:", "    absent:"),
+        ("passes: []", "passes: [absent: {}]"),
+        ("wire: []", "wire: [{codec: absent}]"),
+    ],
+)
+def test_a_plan_of_what_is_not_installed_says_that_a_package_may_be_missing(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    path = plan_of("ddp", tmp_path)
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(
+        PlanError, match=r"unknown \w+ 'absent'.*Install the package that has it, or remove it"
+    ):
+        Plan.load(path)
+
+
 def test_a_class_that_lacks_methods_is_left_out_when_it_is_loaded(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,10 @@ def why_unusable(group: str, name: object) -> str:
 
 def unknown(what: str, group: str, name: object, names: Iterable[str]) -> str:
     """What is wrong with ``name``, which is none of the ``names`` that are usable in the ``group``."""
-    return why_unusable(group, name) or f"unknown {what} {name!r}, expected one of {', '.join(names)}"
+    return why_unusable(group, name) or (
+        f"unknown {what} {name!r}, expected one of {', '.join(names)}. Install the package that has it, or remove it "
+        "from the plan"
+    )
 
 
 class PluginFaultError(PluginError):
