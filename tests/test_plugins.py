@@ -105,13 +105,57 @@ def test_what_needs_a_broken_plugin_is_refused_with_the_reason(install: Install,
         Plan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("    ddp:", "    absent:"),
+        ("passes: []", "passes: [absent: {}]"),
+        ("wire: []", "wire: [{codec: absent}]"),
+    ],
+)
+def test_a_plan_of_what_is_not_installed_says_that_a_package_may_be_missing(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    path = plan_of("ddp", tmp_path)
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(
+        PlanError, match=r"unknown \w+ 'absent'.*Install the package that has it, or remove it"
+    ):
+        Plan.load(path)
+
+
+def test_a_class_that_lacks_methods_is_left_out_when_it_is_loaded(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (group, base, lacking) in enumerate(
+        (
+            ("codecs", "Codec", "default_us, describe, exchanges, loses, reduce"),
+            ("passes", "Pass", "apply, describe, rewrite"),
+            ("strategies", "Strategy", "decide, describe"),
+        )
+    ):
+        text = f"from headway import ext\nclass Steep(ext.{base}):\n    name = 'steep'\n"
+        if group == "strategies":
+            text += "from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP\n"
+            text += "class Plugin(type(DDP)):\n    policy = Steep\nPLUGIN = Plugin()\n"
+        where = f"lacking{number}"
+        named = "PLUGIN" if group == "strategies" else "Steep"
+        install(f"stranger{number}", f"[headway.{group}]\nsteep = {where}:{named}\n", **{where: text})
+        assert "steep" not in {**registry.plugins(), **passes(), **codecs()}
+        assert f"TypeError: the class Steep lacks {lacking}" in capsys.readouterr().err
+
+
 def test_two_packages_of_one_name_are_both_left_out(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("one", "[headway.codecs]\nsteep = gone:X\n")
     install("other", "[headway.codecs]\nsteep = gone:X\n")
     codecs()
-    assert capsys.readouterr().err.count("another package uses the same name") == 2
+    warnings = capsys.readouterr().err
+    assert "of the package one 1.0 is left out: the package other 1.0 uses the same name" in warnings
+    assert "of the package other 1.0 is left out: the package one 1.0 uses the same name" in warnings
 
 
 def test_only_the_first_rank_warns(

@@ -202,7 +202,7 @@ def predict(
     workload = workload_named(model, device, optimizer)
     chosen = strategies or strategies_named((), workload).values()
     named = {each.describe(): each for each in chosen}
-    return scaling(workload, known, named, workers or (known.world_size,))
+    return scaling(workload, known, named, workers or (known.world_size,), all_needed=bool(strategies))
 
 
 def strategy(name: str, **options: Any) -> Strategy:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
-from headway.errors import one_line
+from headway.errors import HeadwayError, PluginError, one_line
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -44,6 +44,9 @@ class Plugin:
         return f"{self.name} ({self.group}) of the package {self.package}"
 
 
+GROUPS = {"strategy": "headway.strategies", "codec": "headway.codecs", "pass": "headway.passes"}
+"""The entry points of each kind of plug-in."""
+
 _loaded: dict[str, list[Plugin]] = {}
 
 
@@ -62,13 +65,13 @@ def load_entry_points(
     except Exception as error:  # one package's damaged list keeps Python from reading any
         plugins.append(Plugin(group, ANY, "", "?", f"entry points cannot be listed: {_reason(error)}"))
         entries = []
-    times = Counter(entry.name for entry in entries)
     for entry in entries:
         why_not = ""
         if entry.name in reserved:
             why_not = "Headway has one of that name itself"
-        elif times[entry.name] > 1:
-            why_not = "another package uses the same name"
+        elif others := [_package(each) for each in entries if each.name == entry.name and each is not entry]:
+            verb = "use" if len(others) > 1 else "uses"
+            why_not = f"the package{'s' * (len(others) > 1)} {' and '.join(others)} {verb} the same name"
         else:
             try:
                 fitting = fits(entry.name, loaded := entry.load())
@@ -89,6 +92,12 @@ def load_entry_points(
     return usable
 
 
+def check_complete(kind: type) -> None:
+    """Raise TypeError where ``kind``, the class of a strategy, pass or codec, lacks methods that it needs."""
+    if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise TypeError(f"the class {kind.__name__} lacks {', '.join(lacking)}")
+
+
 def loaded_plugins() -> list[Plugin]:
     """The plug-ins of all groups that were loaded so far, usable or not."""
     return [plugin for plugins in _loaded.values() for plugin in plugins]
@@ -104,24 +113,78 @@ def why_unusable(group: str, name: object) -> str:
 
 def unknown(what: str, group: str, name: object, names: Iterable[str]) -> str:
     """What is wrong with ``name``, which is none of the ``names`` that are usable in the ``group``."""
-    return why_unusable(group, name) or f"unknown {what} {name!r}, expected one of {', '.join(names)}"
+    return why_unusable(group, name) or (
+        f"unknown {what} {name!r}, expected one of {', '.join(names)}. Install the package that has it, or remove it "
+        "from the plan"
+    )
 
 
-def answers(what: str, asked: Iterable[tuple[str, T]], question: Callable[[T], A]) -> Iterator[tuple[str, A]]:
+class PluginFaultError(PluginError):
+    """What a plug-in of another package raised where it was asked or called: it names both.
+
+    ``what`` and ``name`` are the plug-in's, as in "codec" and "sign"; ``package`` is its package, and ``plugin`` says
+    all three.
+    """
+
+    def __init__(self, what: str, plugin: object, reason: str) -> None:
+        self.what, self.name, self.reason = what, str(getattr(plugin, "name", "?")), reason
+        loaded = _package_of(what, self.name)
+        self.package = loaded or _module(plugin)
+        self.plugin = f"{what} {self.name} of {'the package ' if loaded else ''}{self.package}"
+        super().__init__(f"the {self.plugin} cannot be used: {reason}", fix=f"{FIX}.")
+
+
+@contextmanager
+def asking(what: str, plugin: object) -> Iterator[None]:
+    """Raise PluginFaultError for what ``plugin``, a strategy, pass or codec of another package, raises in here.
+
+    Headway's own errors, as of a pass that refuses a job, and what Headway's own plug-ins raise stay as they are. So
+    does OverflowError, which replay takes for times out of range.
+    """
+    try:
+        yield
+    except (HeadwayError, OverflowError):
+        raise
+    except Exception as error:
+        if is_own(plugin):
+            raise
+        raise PluginFaultError(what, plugin, f"it raised {_reason(error)}") from error
+
+
+def is_own(plugin: object) -> bool:
+    """Whether a strategy, pass or codec, or a class of such, is of Headway itself."""
+    return _module(plugin).partition(".")[0] == "headway"
+
+
+def answers(
+    what: str, asked: Iterable[tuple[str, T]], question: Callable[[T], A], *, needed: str = ""
+) -> Iterator[tuple[str, A]]:
     """What each of the named strategies, passes or codecs answers, with its name.
 
-    One of another package that raises is left out, with a warning; Headway's own may raise.
+    One of another package that raises is left out, with a warning; Headway's own may raise. Raises PluginFaultError
+    where that is the strategy ``needed``.
     """
     for name, plugin in asked:
         try:
             answer = question(plugin)
         except Exception as error:
-            module = (plugin if isinstance(plugin, type) else type(plugin)).__module__
-            if module.partition(".")[0] == "headway":
+            if is_own(plugin):
                 raise
-            warn(module, f"the {what} {name} of {module} is left out: it raised {_reason(error)}")
+            fault = (
+                error
+                if isinstance(error, PluginFaultError)
+                else PluginFaultError(what, plugin, f"it raised {_reason(error)}")
+            )
+            leave_out(fault, needed=needed)
             continue
         yield name, answer
+
+
+def leave_out(fault: PluginFaultError, *, needed: str = "") -> None:
+    """Warn that a plug-in is left out. Raises ``fault`` where it is the strategy ``needed``, which was asked for."""
+    if fault.what == "strategy" and fault.name == needed:
+        raise fault
+    warn(fault.package, f"the {fault.plugin} is left out: {fault.reason}")
 
 
 def warn(package: str, text: str) -> None:
@@ -148,10 +211,20 @@ def _is_first_rank() -> bool:
     return next(filter(None, map(os.environ.get, RANK_VARIABLES)), "0") == "0"
 
 
+def _module(plugin: object) -> str:
+    return (plugin if isinstance(plugin, type) else type(plugin)).__module__
+
+
+def _package_of(what: str, name: str) -> str:
+    """The package whose entry point of that name is used; "" where none is."""
+    usable = (each for each in _loaded.get(GROUPS[what], ()) if not each.why_not)
+    return next((each.package for each in usable if each.name == name), "")
+
+
 def _package(entry: EntryPoint) -> str:
     name = getattr(entry.dist, "name", None)
     return f"{name} {entry.dist.version}" if name and entry.dist is not None else "?"
 
 
 def _reason(error: BaseException) -> str:
-    return one_line(f"{type(error).__name__}: {error}", 200)
+    return one_line(f"{type(error).__name__}: {error}".removesuffix(": "), 200)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.compression.codec import Codec, Gradients
-from headway.errors import UserError
+from headway.compression.cast import Cast
+from headway.compression.codec import Codec, Gradients, Reduced, Reduction
+from headway.errors import HeadwayError, UserError
 from headway.ext.testing import reduced
 from headway.integrations.parallelize import parallelize
 from headway.integrations.plan_injection import install, uninstall
@@ -372,3 +373,38 @@ def costs(_rank: int, _world_size: int, busy_cores: bool) -> dict[str, Any]:
     """What codecs cost here, as it was measured."""
     found = codec_costs(busy_cores=busy_cores)
     return {name: cost.model_dump(mode="json") for name, cost in found.items()}
+
+
+class Apart(Cast):
+    """A codec of another package that gives rank 1 another mean."""
+
+    name: ClassVar[str] = "apart"
+    codec: Literal["apart"] = "apart"  # type: ignore[assignment]
+
+    def reduce(self, gradients: Gradients) -> Reduction:
+        done = yield from super().reduce(gradients)
+        return Reduced(done.mean * (1.5 if gradients.rank else 1), done.kept)
+
+
+class Alike(Cast):
+    """One of another package that does as it should."""
+
+    name: ClassVar[str] = "alike"
+    codec: Literal["alike"] = "alike"  # type: ignore[assignment]
+
+
+def compared(rank: int, world_size: int) -> list[str]:
+    """What training ends with under each of the two codecs."""
+    said = []
+    for codec in (Alike(dtype="bfloat16"), Apart(dtype="bfloat16")):
+        model = net(some_unused=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = parallelize(model, optimizer, DistributedDataParallelStrategy(wire=(codec,)))
+        try:
+            for _ in range(2):
+                wrapped(torch.ones(ROWS, 20).double() * (rank + 1)).sum().backward()
+                optimizer.step()
+            said.append("")
+        except HeadwayError as error:
+            said.append(str(error))
+    return said

@@ -185,3 +185,12 @@ def test_what_could_not_be_sent_is_refused() -> None:
     check(nn.Linear(2, 2, device="meta"), DistributedDataParallelStrategy(wire=(Cast(dtype="bfloat16"),)))
     with pytest.raises(UserError, match="as they are"):
         headway.compression_state(nn.Linear(2, 2))
+
+
+def test_a_codec_of_another_package_that_parts_ranks_is_found_in_the_first_step() -> None:
+    results = workers.run(2, f"{CASES}:compared", timeout_s=60)
+    for rank, (alike, apart) in enumerate(results):
+        assert alike == ""
+        assert (
+            f"rank {rank}: the codec apart of {CASES} cannot be used: the means of one bucket differ" in apart
+        )

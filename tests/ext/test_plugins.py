@@ -18,21 +18,34 @@ from headway.ext import (
     ALL_REDUCE,
     BucketSchedule,
     Codec,
+    Exchange,
     Footprint,
+    Gradients,
     GraphBuilder,
     InRecordedOrder,
     Job,
     MeasuredEffect,
     MeasuredPass,
     Part,
+    Pass,
     Permission,
     RankCursor,
+    Reduced,
+    Reduction,
+    Sent,
     Strategy,
     StrategyPlugin,
     make_buckets,
     whole,
 )
-from headway.ext.testing import check_codec, check_strategy, check_training, example_job
+from headway.ext.testing import (
+    check_codec,
+    check_feedback,
+    check_pass,
+    check_strategy,
+    check_training,
+    example_job,
+)
 from headway.graph.computation import Computation
 from headway.graph.timeline import Timeline
 from headway.measuring.pass_runs import pass_of
@@ -116,8 +129,21 @@ class Eighth(Codec):
     name: ClassVar[str] = "eighth"
     codec: Literal["eighth"] = "eighth"
 
+    def exchanges(self, shapes: Any, dtype: str, world_size: int) -> tuple[Exchange, ...]:
+        return (Exchange(ALL_REDUCE, world_size),)
+
+    def reduce(self, gradients: Gradients) -> Reduction:
+        raise NotImplementedError
+
     def describe(self) -> str:
         return "eighth"
+
+    @property
+    def loses(self) -> str:
+        return ""
+
+    def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
+        return 1.0, 1.0
 
 
 class Slower(MeasuredPass):
@@ -126,6 +152,9 @@ class Slower(MeasuredPass):
     name: ClassVar[str] = "slower"
     parts: ClassVar[tuple[str, ...]] = (Part.INPUT,)
     block: int = 16
+
+    def apply(self, module: Any, optimizer: Any) -> Any:
+        return module
 
     def describe(self) -> str:
         return f"slower by {self.block}"
@@ -184,6 +213,115 @@ def test_the_kit_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         check_strategy(Alternate())
     with pytest.raises(AssertionError, match="not registered"):
         check_codec(Eighth())
+
+
+class Halved(Cast):
+    name: ClassVar[str] = "halved"
+    codec: Literal["halved"] = "halved"  # type: ignore[assignment]
+
+    def describe(self) -> str:
+        return "halved"
+
+
+def _no_generator(_: Any, gradients: Gradients) -> Any:
+    return Reduced(gradients.flat, gradients.flat[:0])
+
+
+def _bare(_: Any, gradients: Gradients) -> Any:
+    mean = yield Sent(ALL_REDUCE, gradients.flat.clone())
+    return mean
+
+
+def _silent(_: Any, gradients: Gradients) -> Any:
+    if gradients.rank != 1:
+        yield Sent(ALL_REDUCE, gradients.flat.clone())
+    return Reduced(gradients.flat, gradients.flat[:0])
+
+
+def _not_a_number(_: Any, gradients: Gradients) -> Any:
+    mean = yield Sent(ALL_REDUCE, gradients.flat.bfloat16())
+    return Reduced(mean.to(gradients.flat.dtype) * float("nan"), gradients.flat[:0])
+
+
+@pytest.mark.parametrize(
+    ("reduce", "said"),
+    [
+        (_no_generator, r"halved: reduce\(\) is no generator"),
+        (_bare, r"halved: reduce\(\) returns Tensor on rank 0, expected Reduced"),
+        (_silent, "halved: rank 1 asks for no collective"),
+        (_not_a_number, "the mean is not finite"),
+    ],
+)
+def test_the_kit_names_what_is_wrong_with_a_codec(
+    monkeypatch: pytest.MonkeyPatch, reduce: Any, said: str
+) -> None:
+    monkeypatch.setattr(Halved, "reduce", reduce)
+    monkeypatch.setitem(codec_registry.codecs(), "halved", Halved)
+    with pytest.raises(AssertionError, match=said):
+        check_codec(Halved(dtype="bfloat16"), world_sizes=(2,))
+
+
+def test_the_kit_says_what_rounding_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(_: Any, gradients: Gradients) -> Any:
+        mean = yield Sent(ALL_REDUCE, gradients.flat.bfloat16())
+        return Reduced(mean.to(gradients.flat.dtype) / gradients.world_size, gradients.flat * 0)
+
+    monkeypatch.setattr(Halved, "reduce", rounded)
+    monkeypatch.setattr(Halved, "feeds_back", True)
+    with pytest.raises(AssertionError, match=r"neither sent nor kept.*give check_codec\(\.\.\., rounding=\)"):
+        check_feedback(Halved(dtype="bfloat16"), 2)
+
+
+def test_the_kit_says_that_decide_is_not_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[Job] = []
+    decide = Alternate.decide
+
+    def impure(strategy: Alternate, job: Job) -> Any:
+        decided.append(job)
+        return decide(strategy.model_copy(update={"period": 2 + len(decided)}), job)
+
+    monkeypatch.setattr(Alternate, "decide", impure)
+    with pytest.raises(AssertionError, match="decide is not pure"):
+        check_strategy(Alternate())
+    monkeypatch.setattr(Alternate, "decide", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"alternate 3: .*decide\(\) returned NoneType"):
+        check_strategy(Alternate())
+
+
+class Smooth(Pass):
+    """Another activation than GELU."""
+
+    name: ClassVar[str] = "smooth"
+
+    def rewrite(self, job: Job) -> Job:
+        return job
+
+    def apply(self, module: Any, optimizer: Any) -> Any:
+        from torch import nn
+
+        if not isinstance(module[1], nn.GELU):
+            raise UnsupportedError("there is no GELU", fix="Leave it out.")
+        return module
+
+    def describe(self) -> str:
+        return "smooth"
+
+
+def test_the_kit_tries_a_pass_on_a_model_of_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch import nn
+
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 4))
+
+    monkeypatch.setitem(passes(), "smooth", Smooth)
+    with pytest.raises(UnsupportedError, match="no GELU"):
+        check_pass(Smooth())
+    check_pass(Smooth(), module=module)
+    monkeypatch.setattr(Smooth, "apply", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"apply\(\) returned NoneType"):
+        check_pass(Smooth())
 
 
 def test_permissions_of_other_packages_are_permissions() -> None:

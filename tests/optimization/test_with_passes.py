@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
@@ -36,6 +36,9 @@ class _Made(Pass):
 
     def rewrite(self, job: Job) -> Job:
         return WhatIf(compute=self.factor).rewrite(job)
+
+    def apply(self, module: Any, optimizer: Any) -> Any:
+        raise NotImplementedError
 
     def describe(self) -> str:
         return f"{self.name} by {self.factor:g}"

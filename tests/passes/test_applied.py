@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from headway.errors import PluginError
 from headway.ext.testing import check_pass
 from headway.passes.accumulate import Accumulate
 from headway.passes.applied import applied_to, apply_all
@@ -52,6 +53,26 @@ def test_what_changes_a_module_is_done_once(passes: tuple[Pass, ...]) -> None:
         assert applied_to(model) == passes
         for mine, theirs in zip(gradients(model), gradients(plain), strict=True):
             assert torch.allclose(mine, theirs, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("apply", "said"),
+    [
+        (lambda *_: None, r"TypeError: apply\(\) returned NoneType, expected a module"),
+        (lambda *_: 1 // 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_pass_of_another_package_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, apply: Any, said: str
+) -> None:
+    class Foreign(Recompute):
+        pass
+
+    monkeypatch.setattr(Foreign, "apply", apply)
+    with pytest.raises(
+        PluginError, match=f"the pass recompute of {__name__} cannot be used: it raised {said}"
+    ):
+        apply_all((Foreign(modules=("0",)),), net(), None)
 
 
 def test_every_optimizer_is_switched() -> None:

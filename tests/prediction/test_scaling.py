@@ -2,23 +2,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from tests.prediction.test_workload import tied_workload
 
 from headway.cluster import Cluster, Host
-from headway.errors import UserError
+from headway.errors import PluginError, UserError
 from headway.graph.step_profile import LayerTimes
+from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.passes.base import Pass
 from headway.plan import Plan
+from headway.plugins import WARNED_VARIABLE
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.scaling import Crossover, crossovers, scaling
 from headway.prediction.strategies import strategies_named, usual
 from headway.prediction.workload import Workload
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.registry import plugins
 
 MS = 1_000_000
 DDP = DistributedDataParallelStrategy()
@@ -141,6 +144,12 @@ def test_strategies_that_are_not_there_are_refused(text: str) -> None:
 class Doubled(Pass):
     name: ClassVar[str] = "doubled"
 
+    def rewrite(self, job: Job) -> Job:
+        raise NotImplementedError
+
+    def apply(self, module: Any, optimizer: Any) -> Any:
+        raise NotImplementedError
+
     def describe(self) -> str:
         return "doubled"
 
@@ -156,3 +165,24 @@ def test_a_plans_passes_are_not_left_out_silently(tmp_path: Path, monkeypatch: p
         UserError, match="a plan with passes cannot be predicted without a trace; got doubled"
     ):
         strategies_named([str(path)], workload)
+
+
+class Foreign(DistributedDataParallelStrategy):
+    name: ClassVar[str] = "foreign"
+
+    def decide(self, job: Job) -> Any:
+        raise KeyError("planted")
+
+
+def test_a_strategy_of_another_package_that_fails_is_left_out_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(WARNED_VARIABLE, "")
+    monkeypatch.setitem(plugins(), "foreign", plugins()["ddp"])
+    strategies = {"foreign": Foreign(), "ddp": DDP}
+    with pytest.raises(PluginError, match="the strategy foreign of .* it raised KeyError: 'planted'"):
+        scaling(one_layer(), cluster(2), strategies, (2,))
+    assert capsys.readouterr().err == ""
+    found = scaling(one_layer(), cluster(2), strategies, (2, 4), all_needed=False)
+    assert [each.strategy for each in found] == ["ddp", "ddp"]
+    assert capsys.readouterr().err.count("the strategy foreign of") == 1

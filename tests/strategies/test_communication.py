@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import executor
+from headway.compression.cast import Cast
 from headway.errors import CommunicationError, InternalError
+from headway.plugins import PluginFaultError
 from headway.strategies.data_parallel.channels import communication
 from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
 from headway.strategies.data_parallel.channels.streams import Streams
@@ -109,6 +111,22 @@ def test_what_is_no_failure_of_communication_is_not_called_one(
     assert "rank 7" not in str(raised.value)
     with pytest.raises(InternalError, match="bucket 3"):
         channels.wait(channels.submit(Job("all_reduce", 4, 4, work)))
+    channels.stop()
+
+
+def _foreign(_: int) -> None:
+    with own_work():
+        raise PluginFaultError("codec", Cast(dtype="bfloat16"), "the mean has 2 elements, expected 3")
+
+
+def test_a_codec_of_another_package_is_blamed_by_name(channels: Channels) -> None:
+    with pytest.raises(InternalError) as raised:
+        channels.wait(channels.submit(Job("all_reduce", 3, 4, _foreign)))
+    said = str(raised.value)
+    assert said.startswith(
+        "rank 0: the codec cast of headway.compression.cast cannot be used: the mean has 2 "
+    )
+    assert "Report it" not in said
     channels.stop()
 
 

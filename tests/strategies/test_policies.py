@@ -21,6 +21,7 @@ from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
+from headway.strategies.base import short_name
 from headway.strategies.data_parallel import module_spec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -188,3 +189,11 @@ def test_an_explanation_names_the_algorithms_that_are_new() -> None:
         "parameters are gathered",
         "native all-gather",
     ]
+
+
+def test_a_short_name_has_the_codec_however_long() -> None:
+    said = "DDP, bucket_cap_mb=1, sent as scaled halves without error feedback"
+    assert short_name(said) == said
+    caps = "DDP, caps for 12 buckets, and more of this that nobody would ever want to read, sent as int8"
+    assert short_name(caps) == "DDP, caps for 12 buckets, sent as int8"
+    assert len(short_name("decoupled" + ", a part" * 20)) <= 60

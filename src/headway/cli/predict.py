@@ -117,7 +117,7 @@ def predict(
         workload = workload_named(model, device_name, optimizer_name)
     chosen = strategies_named(strategies, workload)
     with output.progress("predicting") as advance:
-        found = scaling(workload, cluster, chosen, world_sizes, advance, what_if)
+        found = scaling(workload, cluster, chosen, world_sizes, advance, what_if, all_needed=bool(strategies))
     if plot_path is not None:
         from headway.report.scaling import draw_scaling
 

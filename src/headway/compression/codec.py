@@ -7,6 +7,7 @@ simulation of all ranks in one process and a measurement of what computing takes
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -111,35 +112,35 @@ class Codec(BaseModel):
         """Whether what is not sent is kept and added to the gradients of the next step."""
         return bool(getattr(self, "error_feedback", False))
 
+    @abstractmethod
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
         """The collectives of a bucket with gradients of ``shapes`` and ``dtype``, in their order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reduce(self, gradients: Gradients) -> Reduction:
         """Yield the collectives that ``exchanges`` says, and return the mean over ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """Say what gradients are sent as in a few words, for tables."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def loses(self) -> str:
         """What becomes of gradients, in words that follow "gradients are"; "" where all of every gradient is sent."""
-        raise NotImplementedError
 
     @property
     def cost_name(self) -> str:
         """The name under which ``Cluster.codecs`` holds what it costs."""
         return self.name
 
+    @abstractmethod
     def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
         """What computing takes where nothing was measured: before each exchange, and behind the last one.
 
         ``size_bytes`` is the size of the bucket's gradients. Buckets with fewer exchanges have fewer of these, the last
         one always.
         """
-        raise NotImplementedError
 
 
 class FedBack(Codec):

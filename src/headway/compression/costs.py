@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.cluster import Cluster
 from headway.collectives.algorithms import NCCL
 from headway.compression.codec import Codec
+from headway.plugins import asking
 
 MIB = 2**20
 DEVICE_FACTOR = 250.0
@@ -16,7 +17,8 @@ def stretches_ns(codec: Codec, cluster: Cluster, size_bytes: int, exchanges: int
     cost = cluster.codecs.get(codec.cost_name)
     if cost is None:
         factor = 1.0 if cluster.library != NCCL else 1 / DEVICE_FACTOR
-        each_us = [us * factor for us in codec.default_us(size_bytes, cluster.world_size)]
+        with asking("codec", codec):
+            each_us = [us * factor for us in codec.default_us(size_bytes, cluster.world_size)]
     else:
         pairs = zip(cost.bucket_us, cost.mib_us, strict=True)
         each_us = [bucket_us + mib_us * size_bytes / MIB for bucket_us, mib_us in pairs]

@@ -14,7 +14,7 @@ from headway.compression.codec import Codec
 from headway.compression.int8 import Int8
 from headway.compression.power_sgd import PowerSGD
 from headway.compression.top_k import TopK
-from headway.plugins import answers, load_entry_points, unknown
+from headway.plugins import answers, check_complete, load_entry_points, unknown
 
 GROUP = "headway.codecs"
 SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
@@ -31,12 +31,23 @@ def codecs() -> dict[str, type[Codec]]:
 @cache
 def proposed() -> tuple[Codec, ...]:
     """What a search tries, and a probe measures: the codecs that each class proposes, Headway's own first."""
-    each_proposes = answers("codec", codecs().items(), lambda kind: kind.proposed())
+    each_proposes = answers("codec", codecs().items(), _proposed)
     return tuple(chain.from_iterable(codecs_of_kind for _, codecs_of_kind in each_proposes))
+
+
+def _proposed(kind: type[Codec]) -> tuple[Codec, ...]:
+    """What ``kind`` proposes, which has to answer what a search asks of each."""
+    made = tuple(kind.proposed())
+    for each in made:
+        each.describe(), each.loses, each.permission  # whether these raise
+        each.exchanges(((8, 8),), "float32", 2)
+        each.default_us(256, 2)
+    return made
 
 
 def _fitting(name: str, found: object) -> type[Codec] | None:
     if isinstance(found, type) and issubclass(found, Codec) and getattr(found, "name", "") == name:
+        check_complete(found)
         return found
     return None
 

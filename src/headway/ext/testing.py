@@ -13,7 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,21 @@ from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
 from headway.compression.codec import Codec, Exchange, Gradients, Reduced, Sent, Shape
 from headway.compression.registry import codecs
-from headway.errors import UnsupportedError
+from headway.errors import HeadwayError, UnsupportedError
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.passes.base import Pass
+from headway.passes.base import Pass, rewritten
 from headway.passes.registry import passes
 from headway.plan import Plan
 from headway.plan.permissions import permissions
+from headway.plugins import PluginFaultError
 from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.base import Strategy
+from headway.strategies.base import Strategy, decided
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.plugin import proposal_of
 from headway.strategies.registry import names, plugin_of
 
 if TYPE_CHECKING:
@@ -61,6 +64,19 @@ SHAPES: tuple[Shape, ...] = ((40, 30), (7,), (16, 3, 3, 3), (), (5, 0))
 
 STEPS = 6
 RANK_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def _said(who: str) -> Iterator[None]:
+    """Raise AssertionError for what a plug-in raises in here, but for its refusals."""
+    try:
+        yield
+    except PluginFaultError as fault:
+        raise AssertionError(f"{who}: {fault.reason}") from fault
+    except (AssertionError, HeadwayError):
+        raise
+    except Exception as error:
+        raise AssertionError(f"{who} raised {type(error).__name__}: {error}") from error
 
 
 def _check(holds: bool, message: str) -> None:
@@ -111,24 +127,25 @@ def check_strategy(strategy: Strategy, job: Job | None = None) -> None:
     _check(strategy.name in names(), f"{strategy.name} is not registered: install the package that brings it")
     plugin = plugin_of(strategy)
     _check(isinstance(strategy, plugin.policy), f"{strategy.name} is the name of another strategy")
-    schedule = strategy.decide(job)
+    with _said(who):
+        schedule = decided(strategy, job)
     again = type(strategy).model_validate(strategy.model_dump(mode="json"))
     _check(again == strategy, f"{who}: its options do not come back from their JSON")
-    _check(again.decide(job) == schedule, f"{who}: decide() decides otherwise the second time")
+    _check(again.decide(job) == schedule, f"{who}: decide is not pure, it decides otherwise the second time")
     _check(_through_a_file(strategy, job) == strategy, f"{who} does not come back from a plan file")
     _check_permissions(strategy.changes_training, strategy.permissions, who)
     if isinstance(schedule, BucketSchedule):
         held = sorted(name for bucket in schedule.buckets for name in bucket.parameters)
         _check(held == sorted(job.model.by_name), f"{who}: buckets do not hold every gradient once")
-    footprint = plugin.footprint(job, schedule, 0)
+    with _said(who):
+        footprint = plugin.footprint(job, schedule, 0)
+        made = proposal_of(plugin, job)
     _check(footprint.buffers_bytes >= 0 and footprint.state_bytes >= 0, f"{who} holds less than nothing")
     _check(0 <= footprint.updated_share <= 1, f"{who}: updated_share is a share")
     step_ms = _replayed_ms(strategy, job)
     _check(math.isfinite(step_ms) and step_ms > 0, f"{who}: a step takes {step_ms} ms")
     _check(_replayed_ms(strategy, job) == step_ms, f"{who}: a second replay takes another time")
-    made = plugin.propose(job)
     for proposed in made.strategies:
-        _check(isinstance(proposed, Strategy), f"{who}: propose() gives {proposed!r}")
         if math.isfinite(made.bound_ms) and not proposed.changes_training:
             replayed_ms = _replayed_ms(proposed, job)
             _check(
@@ -331,11 +348,18 @@ def _rank() -> None:
 # Passes.
 
 
-def check_pass(changed: Pass, job: Job | None = None, *, same_numbers: bool = True) -> None:
+def check_pass(
+    changed: Pass,
+    job: Job | None = None,
+    *,
+    same_numbers: bool = True,
+    module: Callable[[], torch.nn.Module] | None = None,
+) -> None:
     """``changed``, of an installed package, rewrites purely, comes back from a plan file, and trains as without it.
 
     A pass that refuses ``job`` (UnsupportedError), as one that was not measured does, is not replayed. Without
-    ``same_numbers``, or where it changes the training, the live model only has to train.
+    ``same_numbers``, or where it changes the training, the live model only has to train. ``module`` makes that model,
+    the same at each call, from 12 inputs to any output: for passes that need certain modules.
     """
     job = example_job() if job is None else job
     who = changed.describe()
@@ -348,33 +372,33 @@ def check_pass(changed: Pass, job: Job | None = None, *, same_numbers: bool = Tr
     _check_permissions(changed.changes_training, frozenset((changed.permission,)) - {""}, who)
     ddp = DistributedDataParallelStrategy()
     try:
-        rewritten = changed.rewrite(job)
+        with _said(who):
+            once, twice = rewritten(job, (changed,)), rewritten(job, (changed,))
     except UnsupportedError:
         pass
     else:
-        _check(
-            rewritten is not None and rewritten.world_size == job.world_size, f"{who}: rewrite() gives no job"
-        )
-        twice = changed.rewrite(job)
-        _check(
-            simulate(rewritten, ddp).step_ms == simulate(twice, ddp).step_ms, f"{who}: rewrite() is not pure"
-        )
+        _check(once.world_size == job.world_size, f"{who}: rewrite() gives a job of other ranks")
+        _check(simulate(once, ddp).step_ms == simulate(twice, ddp).step_ms, f"{who}: rewrite() is not pure")
     for proposed in type(changed).proposed(job):
         _check(isinstance(proposed, type(changed)), f"{who}: proposed() gives {proposed!r}")
-    plain, under = _pass_trained(None), _pass_trained(changed)
+    with _said(who):
+        plain, under = (
+            _pass_trained(each, _model() if module is None else module()) for each in (None, changed)
+        )
     _check(all(map(math.isfinite, under)), f"{who}: parameters are not finite")
     if same_numbers and not changed.changes_training:
         worst = max(abs(a - b) for a, b in zip(plain, under, strict=True))
         _check(worst <= 1e-5, f"{who}: parameters are off those without it by {worst:.3g}")
 
 
-def _pass_trained(changed: Pass | None) -> Sequence[float]:
-    module = _model()
+def _pass_trained(changed: Pass | None, module: torch.nn.Module) -> Sequence[float]:
+    from headway.passes.applied import apply_all
+
     optimizer = _optimizer(module)
     run = module
     if changed is not None:
         changed.prepare()
-        run = changed.apply(module, optimizer)
+        run = apply_all((changed,), module, optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
         _loss(run, step, 0).backward()
@@ -387,11 +411,22 @@ def _pass_trained(changed: Pass | None) -> Sequence[float]:
 
 def reduced(codec: Codec, ranks: Sequence[Gradients]) -> tuple[list[Reduced], list[Exchange]]:
     """What every rank ends with, and the collectives that it took: all ranks in this process, in lockstep."""
+    who = codec.describe()
     reductions = [codec.reduce(each) for each in ranks]
-    sent: list[Sent] = [next(each) for each in reductions]
+    for reduction in reductions:
+        is_generator = isinstance(reduction, Generator)
+        _check(is_generator, f"{who}: reduce() is no generator that yields what is sent")
+    sent: list[Sent] = []
+    for rank, reduction in enumerate(reductions):
+        try:
+            sent.append(next(reduction))
+        except StopIteration:
+            raise AssertionError(f"{who}: rank {rank} asks for no collective") from None
     exchanges: list[Exchange] = []
     done: list[Reduced] = []
     while not done:
+        for rank, each in enumerate(sent):
+            _check(isinstance(each, Sent), f"{who}: rank {rank} yields {type(each).__name__}, expected Sent")
         results, size_bytes = _exchanged(sent)
         exchanges.append(Exchange(sent[0].kind, size_bytes))
         sent = []
@@ -400,7 +435,12 @@ def reduced(codec: Codec, ranks: Sequence[Gradients]) -> tuple[list[Reduced], li
                 sent.append(reduction.send(result))
             except StopIteration as stop:
                 done.append(stop.value)
-    _check(not sent, f"{codec.describe()}: some ranks end before others")
+    _check(not sent, f"{who}: some ranks end before others")
+    for rank, made in enumerate(done):
+        _check(
+            isinstance(made, Reduced),
+            f"{who}: reduce() returns {type(made).__name__} on rank {rank}, expected Reduced",
+        )
     return done, exchanges
 
 
@@ -493,8 +533,9 @@ def check_exchanges(codec: Codec, world_size: int, dtype: str = "float32") -> No
     ranks = example_gradients(world_size, dtype=dtype)
     before = [each.flat.clone() for each in ranks]
     done, exchanges = reduced(codec, ranks)
-    decided = codec.exchanges(SHAPES, dtype, world_size)
-    _check(tuple(exchanges) == decided, f"{who}: sent {exchanges}, and exchanges() says {decided}")
+    asked = tuple(codec.exchanges(SHAPES, dtype, world_size))
+    _check(tuple(exchanges) == asked, f"{who}: sent {exchanges}, and exchanges() says {asked}")
+    _check(all(bool(each.mean.isfinite().all()) for each in done), f"{who}: the mean is not finite")
     _check(
         all(torch.equal(each.mean, done[0].mean) for each in done), f"{who}: ranks end with different bits"
     )
@@ -526,7 +567,12 @@ def check_feedback(codec: Codec, world_size: int, *, rounding: float = 0.0, step
         sent = sent + simulation.step(flats)
         off = float((sent + torch.stack(simulation.kept).mean(0) - given).abs().max())
         most = max(1e-10, (step + 1) * world_size * rounding)
-        _check(off <= most, f"{codec.describe()}: {off:.3g} is neither sent nor kept after {step + 1} steps")
+        _check(
+            off <= most,
+            f"{codec.describe()}: {off:.3g} is neither sent nor kept after {step + 1} steps. If sums lose that to "
+            f"rounding, as those of float16 do, give check_codec(..., rounding=) what a step and rank may lose, "
+            f"{off / (step + 1) / world_size:.1g} here",
+        )
 
 
 def check_not_finite(codec: Codec, world_size: int = 3) -> None:

@@ -23,6 +23,7 @@ from headway.integrations.fitted import check, strategy_for
 from headway.integrations.followable import injection_of
 from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
+from headway.plugins import asking
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
@@ -71,7 +72,8 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
     wrapper = injection.wrapper_under(plan.strategy)
     init = None if wrapper is None else wrapper.__init__
     for each in plan.passes:
-        each.prepare()
+        with asking("pass", each):
+            each.prepare()
     hook = before_every_step(_refuse_fully_sharded)
     _installed = _Installed(plan, injection, wrapper, init, on_refusal, hook)
     torch.compile = _compile

@@ -11,6 +11,7 @@ from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.replaying import Asked
 from headway.optimization.sizes import Size
 from headway.planning.bound import OwnBounds
+from headway.plugins import asking
 from headway.replayer.expectation import Expectation
 from headway.replayer.memory import peak_bytes, peak_is_rough
 from headway.replayer.replayer import Replayer
@@ -41,9 +42,10 @@ class Asking:
     def _replayed(
         self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule
     ) -> Candidate:
-        expected, held_bytes, is_rough = _played(played_by, strategy, schedule)
-        changes = _changes(self.recorded, self.in_force, strategy, schedule)
-        name = strategy.describe() + (f" ({said})" if said else "")
+        with asking("strategy", strategy):
+            expected, held_bytes, is_rough = _played(played_by, strategy, schedule)
+            changes = _changes(self.recorded, self.in_force, strategy, schedule)
+            name = strategy.describe() + (f" ({said})" if said else "")
         other = isinstance(played_by, Size)
         return Candidate(
             name,
@@ -61,8 +63,9 @@ class Asking:
         known = self.bounds.get(strategy.name)
         if known is None or not isinstance(schedule, BucketSchedule):
             return 0.0
-        if plugin_of(strategy).as_run(strategy, self.replayer.job) != strategy:
-            return 0.0
+        with asking("strategy", strategy):
+            if plugin_of(strategy).as_run(strategy, self.replayer.job) != strategy:
+                return 0.0
         return known.of(schedule).step_ms * min(
             1.0, self.replayer.recorded_step_ms / self.replayer.base.step_ms
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from headway.errors import UserError
 from headway.optimization.candidate import Candidate
 from headway.planning.time_limit import TimeLimit
+from headway.plugins import PluginFaultError, leave_out
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 
@@ -48,11 +49,15 @@ Progress = Callable[[int, int, str], None]
 """Is told how many of how many plans are done, and the best so far in words."""
 
 
-def replay_all(asked: Sequence[Asked], limit: TimeLimit, progress: Progress | None = None) -> Replays:
+def replay_all(
+    asked: Sequence[Asked], limit: TimeLimit, progress: Progress | None = None, *, needed: str = ""
+) -> Replays:
     """Replay ``asked``, strategies by turns, in each as they were asked for.
 
     A plan is not replayed where its bound says that it is slower, by more than ±, than ``FASTEST`` others of its
     strategy: it would be neither the best of it nor like the best. When time is up only what is ``always`` replayed is.
+    What other packages' plug-ins fail at is left out with a warning. Raises PluginFaultError where that is the strategy
+    ``needed``.
     """
     found: dict[int, Candidate] = {}
     of_strategy: dict[str, list[Candidate]] = defaultdict(list)
@@ -69,6 +74,9 @@ def replay_all(asked: Sequence[Asked], limit: TimeLimit, progress: Progress | No
         try:
             if one.always or not is_slower_than_all(one, rivals):
                 made = found[number] = one.replay()
+        except PluginFaultError as fault:
+            leave_out(fault, needed=needed)
+            continue
         except UserError as refusal:  # too large, maybe: others may not be
             if one.always:
                 raise

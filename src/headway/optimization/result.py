@@ -134,6 +134,8 @@ class SearchResult:
 
 def check_strategy(strategy: str | None) -> None:
     """Raise UserError unless ``SearchResult.best`` knows this name, or it is None."""
+    if strategy is not None:
+        registry.check_usable(strategy)
     known = (*registry.names(), *registry.COMPOSED, DATA, STAGES)
     if strategy is not None and strategy not in known:
         raise UserError("there is no such strategy", got=strategy, expected=" or ".join(known))

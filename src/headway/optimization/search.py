@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from headway.errors import one_line
 from headway.job import Job
@@ -21,31 +22,37 @@ from headway.permission import permitted
 from headway.plan.permissions import check_allowed
 from headway.planning.bound import StepBound, bound_of, form_of, least_sent_share
 from headway.planning.time_limit import TimeLimit, limited
+from headway.plugins import PluginFaultError, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
-from headway.strategies.base import Strategy, fits
-from headway.strategies.plugin import Proposal
-from headway.strategies.registry import ask, plugins
+from headway.strategies.base import Strategy, decided, fits
+from headway.strategies.plugin import Proposal, StrategyPlugin, proposal_of
+from headway.strategies.registry import ask
 from headway.units import counted
 
 NOT_RUN = "needs headway.parallelize in the script"
 
 
 def candidate_strategies(
-    job: Job, proposals: Iterable[Proposal], recorded: Strategy | None = None
+    job: Job, proposals: Iterable[Proposal], recorded: Strategy | None = None, *, needed: str = ""
 ) -> list[tuple[Strategy, Schedule]]:
     """Strategies worth a replay, with what they decide: each otherwise than those before it.
 
-    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
+    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower. What
+    other packages' plug-ins fail at is left out with a warning; it raises PluginFaultError for the strategy ``needed``.
     """
     found: dict[tuple[str, Schedule, str], Strategy] = {}
     options = [] if recorded is None else [recorded.spelled_out(job)]
     proposed = [strategy for proposal in proposals for strategy in proposal.strategies]
     options += proposed if recorded is None else [recorded.beside(strategy) for strategy in proposed]
     for strategy in options:
-        found.setdefault((strategy.name, strategy.decide(job), strategy.changes_training), strategy)
+        try:
+            with asking("strategy", strategy):
+                found.setdefault((strategy.name, decided(strategy, job), strategy.changes_training), strategy)
+        except PluginFaultError as fault:
+            leave_out(fault, needed=needed)
     return [(strategy, schedule) for (_, schedule, _), strategy in found.items()]
 
 
@@ -58,6 +65,7 @@ def search(
     allow: Collection[str] = (),
     budget_s: float | None = None,
     prune: bool = True,
+    needed: str = "",
 ) -> SearchResult:
     """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done.
 
@@ -67,23 +75,27 @@ def search(
 
     With ``memory_limit_bytes`` plans are left out under which a rank needs more. ``others`` are recordings of the same
     pipeline with other numbers of micro-batches, each of which is tried too, and those between them. Plans that change
-    what is trained are candidates only where ``allow`` has what permits them (``headway.permission``). Raises UserError
-    where no plan is left, for ``others`` of another job, and for a permission that there is not.
+    what is trained are candidates only where ``allow`` has what permits them (``headway.permission``). What plug-ins of
+    other packages fail at is left out with a warning. Raises UserError where no plan is left, for ``others`` of another
+    job, for a permission that there is not, and where the strategy of the name ``needed`` fails.
     """
     check_allowed(allow)
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
-    in_force, script = recorded.decide(job), script_micro_batches(recorded, job)
+    in_force, script = decided(recorded, job), script_micro_batches(recorded, job)
     limit, reproduced = TimeLimit.of(budget_s), replayer.recorded_step_ms / replayer.base.step_ms
     sized = sizes(replayer, others)
     with limited(limit):
-        proposals, decided = _proposed(job, recorded, script, allow)
-        more = [(each, *_proposed(each.job, recorded, script, allow, recorded_too=False)) for each in sized]
+        proposals, plans = _proposed(job, recorded, script, allow, needed=needed)
+        more = [
+            (each, *_proposed(each.job, recorded, script, allow, recorded_too=False, needed=needed))
+            for each in sized
+        ]
     bounds = bounded(proposals, job) if prune and memory_limit_bytes is None else {}
     of = Asking(replayer, recorded, in_force, bounds)
-    asked = [of.asked(replayer, "", *each) for each in decided]
+    asked = [of.asked(replayer, "", *each) for each in plans]
     asked += [of.asked(size, size.said, *each) for size, _, own in more for each in own]
-    replays = replay_all(asked, limit, progress)
+    replays = replay_all(asked, limit, progress, needed=needed)
     candidates = list(replays.candidates)
     so_far = sorted(candidates, key=lambda each: each.predicted_ms)
     under_passes, uncut = WithPasses(), Recuts()
@@ -146,22 +158,28 @@ def _permitted(made: Proposal, allow: Collection[str]) -> Proposal:
 
 
 def _proposed(
-    job: Job, recorded: Strategy, script: int | None, allow: Collection[str], *, recorded_too: bool = True
+    job: Job,
+    recorded: Strategy,
+    script: int | None,
+    allow: Collection[str],
+    *,
+    recorded_too: bool = True,
+    needed: str = "",
 ) -> tuple[list[Proposal], list[tuple[Strategy, Schedule]]]:
     """What strategies propose for ``job``, of a script whose batches are split into ``script`` micro-batches."""
+
+    def proposal(plugin: StrategyPlugin[Any]) -> Proposal | None:
+        if not fits(job, plugin.policy):
+            return None
+        made = _permitted(proposal_of(plugin, job), allow)
+        return replace(made, strategies=tuple(for_script(own, script) for own in made.strategies))
+
     with times_in_range():
-        made = [
-            _permitted(proposal, allow)
-            for _, proposal in ask(lambda plugin: plugin.propose(job) if fits(job, plugin.policy) else None)
-            if proposal is not None
-        ]
-    proposals = [
-        replace(each, strategies=tuple(for_script(own, script) for own in each.strategies)) for each in made
-    ]
+        proposals = [each for _, each in ask(proposal, needed=needed) if each is not None]
     if recorded_too:
-        return proposals, candidate_strategies(job, proposals, recorded)
+        return proposals, candidate_strategies(job, proposals, recorded, needed=needed)
     others = [replace(each, strategies=tuple(map(recorded.beside, each.strategies))) for each in proposals]
-    return proposals, candidate_strategies(job, others)
+    return proposals, candidate_strategies(job, others, needed=needed)
 
 
 def _recut(replayer: Replayer, found: Recut) -> Candidate:
@@ -177,7 +195,7 @@ def _left_out(job: Job) -> list[str]:
     """Why strategies for models that are cut otherwise were not considered."""
     if job.world_size == 1:
         return []
-    return [plugin.left_out(job) for plugin in plugins().values() if not fits(job, plugin.policy)]
+    return [why for _, why in ask(lambda plugin: "" if fits(job, plugin.policy) else plugin.left_out(job))]
 
 
 def least_bound(proposals: Iterable[tuple[Proposal, float]]) -> tuple[float, StepBound | None]:

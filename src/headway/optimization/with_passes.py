@@ -9,12 +9,12 @@ from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.memory_limit import fits_within
-from headway.passes.base import Pass
+from headway.passes.base import Pass, rewritten
 from headway.passes.registry import passes
 from headway.permission import permitted
 from headway.planning.bound import Form, StepBound, bound_of
 from headway.planning.time_limit import time_is_up
-from headway.plugins import answers
+from headway.plugins import PluginFaultError, answers, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of
 
@@ -72,8 +72,7 @@ def _proposed(kind: type[Pass], job: Job, allow: Collection[str]) -> tuple[Pass,
 
 def _bound(job: Job, applied: Sequence[Pass]) -> StepBound:
     """What no plan under these passes can beat, in whatever form."""
-    for each in applied:
-        job = each.rewrite(job)
+    job = rewritten(job, applied)
     return min((bound_of(job, form) for form in FORMS), key=lambda each: each.step_ns)
 
 
@@ -128,9 +127,16 @@ class _Tried:
             return None
         self.replays += 1
         try:
-            played = self._replayer.replay(candidate.strategy, passes=applied)
+            with asking("pass", added):
+                return self._replayed(candidate, added, applied)
+        except PluginFaultError as fault:
+            leave_out(fault)
+            return None
         except UserError:
             return None
+
+    def _replayed(self, candidate: Candidate, added: Pass, applied: tuple[Pass, ...]) -> Candidate:
+        played = self._replayer.replay(candidate.strategy, passes=applied)
         changes = () if candidate.changes == UNCHANGED else candidate.changes
         return replace(
             candidate, name=f"{candidate.name} + {added.describe()}", expected=self._replayer.expect(played),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
 from headway.permission import PRECISION, Permission
-from headway.plugins import API_VERSION
+from headway.plugins import API_VERSION, asking
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,20 +58,31 @@ class Pass(BaseModel):
         """Whether steps of the optimizer may be left out under it, on ranks whose gradients are not finite."""
         return False
 
+    @abstractmethod
     def rewrite(self, job: Job) -> Job:
         """``job`` as it would be under this pass. Pure. Raises UnsupportedError if that is unknown."""
-        raise NotImplementedError
 
     def prepare(self) -> None:
         """Whatever has to happen in a process before the script makes its optimizers; nothing by default."""
 
+    @abstractmethod
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
         """``module`` as it is trained under this pass, before a strategy wraps it. ``optimizer`` may be None.
 
         Raises UnsupportedError if it would train wrongly.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """Say the pass and its options in a few words, for tables."""
-        raise NotImplementedError
+
+
+def rewritten(job: Job, passes: Iterable[Pass]) -> Job:
+    """``job`` under ``passes``, in their order. Raises as ``rewrite``, and PluginFaultError for others' faults."""
+    for each in passes:
+        with asking("pass", each):
+            changed: object = each.rewrite(job)
+            if not isinstance(changed, Job):
+                raise TypeError(f"rewrite() returned {type(changed).__name__}, expected a job")
+            job = changed
+    return job

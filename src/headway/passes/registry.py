@@ -11,7 +11,7 @@ from headway.passes.input_workers import InputWorkers
 from headway.passes.optimizer import OptimizerImplementation
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
-from headway.plugins import load_entry_points
+from headway.plugins import check_complete, load_entry_points
 
 GROUP = "headway.passes"
 SHIPPED: dict[str, type[Pass]] = {
@@ -29,5 +29,6 @@ def passes() -> dict[str, type[Pass]]:
 
 def _fitting(name: str, found: object) -> type[Pass] | None:
     if isinstance(found, type) and issubclass(found, Pass) and getattr(found, "name", "") == name:
+        check_complete(found)
         return found
     return None

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from headway.cluster import Cluster
+from headway.plugins import PluginFaultError, asking, leave_out
 from headway.prediction.pipelines import PredictedPipeline
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.workload import Workload
@@ -39,21 +40,30 @@ def scaling(
     world_sizes: Sequence[int],
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     what_if: WhatIf = WhatIf(),  # noqa: B008
+    *,
+    all_needed: bool = True,
 ) -> list[Prediction]:
     """Every strategy at every world size, whose hosts are those of ``cluster`` in turn, under ``what_if``.
 
-    Sizes below the last at which workers make no whole pipelines are left out for pipelines.
+    Sizes below the last at which workers make no whole pipelines are left out for pipelines. A strategy of another
+    package that fails raises PluginFaultError, or is left out with a warning where not ``all_needed``.
     """
-    found = []
+    found: list[Prediction] = []
+    failed: set[str] = set()
     for workers in world_sizes:
         sized = cluster.resized(workers)
         for name, strategy in strategies.items():
             skipped = isinstance(strategy, PredictedPipeline) and not strategy.applies(workers)
             if skipped and workers != world_sizes[-1]:
                 continue
-            found.append(predict(workload, sized, name, strategy, what_if))
+            try:
+                with asking("strategy", strategy):
+                    found.append(predict(workload, sized, name, strategy, what_if))
+            except PluginFaultError as fault:
+                leave_out(fault, needed=strategy.name if all_needed else "")
+                failed.add(name)
             progress(len(found), len(world_sizes) * len(strategies))
-    return found
+    return [each for each in found if each.strategy not in failed]
 
 
 ALIKE = 0.01

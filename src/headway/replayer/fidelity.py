@@ -8,8 +8,9 @@ from headway.errors import TraceError
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
+from headway.plugins import asking
 from headway.replayer.incomplete import check_messages
-from headway.strategies.base import Strategy
+from headway.strategies.base import Strategy, decided
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
@@ -38,8 +39,9 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     first = min(job.steps.timelines)
     timelines = job.steps.timelines[first]
     plugin = plugin_of(strategy)
-    graph = GraphBuilder(job.on, strategy.decide(job))
-    lay_out_ranks(graph, plugin.reactions(graph, job, strategy), [timelines])
+    graph = GraphBuilder(job.on, decided(strategy, job))
+    with asking("strategy", strategy):
+        lay_out_ranks(graph, plugin.reactions(graph, job, strategy), [timelines])
     launched = np.zeros((len(timelines), 2))
     for collective in graph.collectives:
         if collective.bucket >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headway.job import Job
 from headway.model import ModelSpec
+from headway.plugins import asking
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
@@ -37,9 +38,10 @@ def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple
     plugin = plugin_of(strategy)
     peaks_bytes = []
     for stage, model in enumerate(job.stages):
-        own_bytes = plugin.peak_bytes(job, schedule, stage)
-        if own_bytes is None:
-            own_bytes = _peak_bytes(model, plugin.footprint(job, schedule, stage))
+        with asking("strategy", strategy):
+            own_bytes = plugin.peak_bytes(job, schedule, stage)
+            if own_bytes is None:
+                own_bytes = _peak_bytes(model, plugin.footprint(job, schedule, stage))
         peaks_bytes.append(own_bytes)
     return tuple(peaks_bytes)
 

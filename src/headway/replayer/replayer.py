@@ -17,8 +17,9 @@ from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder
 from headway.job import Job
 from headway.network.fit import cluster_from_trace, host_costs, library_of
-from headway.passes.base import Pass
+from headway.passes.base import Pass, rewritten
 from headway.plan import Plan
+from headway.plugins import asking
 from headway.replayer.expectation import (
     Expectation,
     crowded,
@@ -46,7 +47,7 @@ from headway.replayer.what_if import WhatIf
 from headway.scheduling.schedule import Schedule
 from headway.simulation.operations import OperationGraph
 from headway.strategies import registry
-from headway.strategies.base import Strategy
+from headway.strategies.base import Strategy, decided
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Kind
@@ -248,11 +249,10 @@ class Replayer:
         """
         with times_in_range():
             played = self._strategy_run(strategy)
-            job = what_if.rewrite(self._faithful_job)
-            for each in passes:
-                job = each.rewrite(job)
+            job = rewritten(what_if.rewrite(self._faithful_job), passes)
             check_lives_through(job, played)
-            return plugin_of(played).over_a_horizon(job, played)
+            with asking("strategy", played):
+                return plugin_of(played).over_a_horizon(job, played)
 
     def lay_out(
         self,
@@ -276,21 +276,19 @@ class Replayer:
             check_takes_plans(self._recorded)
         if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
             return self.recorded_strategy
-        return plugin_of(asked).as_run(asked, self.job)
+        with asking("strategy", asked):
+            return plugin_of(asked).as_run(asked, self.job)
 
     def _is_recorded(self, asked: Strategy) -> bool:
-        return asked.decide(self.job) == self._recorded_schedule
+        return decided(asked, self.job) == self._recorded_schedule
 
     @cached_property
     def _recorded_schedule(self) -> Schedule:
-        return self.recorded_strategy.decide(self.job)
+        return decided(self.recorded_strategy, self.job)
 
 
 def _changed(job: Job, what_if: WhatIf, passes: Sequence[Pass]) -> Job:
-    job = what_if.rewrite(job)
-    for each in passes:
-        job = each.rewrite(job)
-    return job
+    return rewritten(what_if.rewrite(job), passes)
 
 
 def _standard_error_ms(times_ms: Sequence[float]) -> float:

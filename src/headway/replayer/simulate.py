@@ -20,6 +20,7 @@ from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.disturbance import play_disturbed
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
+from headway.plugins import asking
 from headway.replayer.folding import period_of
 from headway.replayer.memory import peak_is_rough, rank_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
@@ -28,7 +29,7 @@ from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import OperationGraph
-from headway.strategies.base import Strategy, fits
+from headway.strategies.base import Strategy, decided, fits
 from headway.strategies.registry import plugin_of
 
 
@@ -150,7 +151,7 @@ class Simulator:
         cluster, computation = job.on, job.steps
         check_dimension(job, strategy)
         check_members_stay(job, strategy)
-        schedule = strategy.decide(job)
+        schedule = decided(strategy, job)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
         alike = (
@@ -168,8 +169,9 @@ class Simulator:
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
-        lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job, strategy), ranks)
-        return graph, graph.close()
+        with asking("strategy", strategy):
+            lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job, strategy), ranks)
+            return graph, graph.close()
 
     def _resources_of(self, cluster: Cluster, folded: int) -> ClusterResources:
         before = self._resources

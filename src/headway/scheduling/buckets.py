@@ -14,6 +14,7 @@ from headway.compression.cast import Cast
 from headway.compression.codec import FLOATS, Codec, Exchange
 from headway.errors import PlanError
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
+from headway.plugins import asking
 from headway.units import counted
 
 GatherMode = Literal["parameters", "gradients"]
@@ -195,7 +196,9 @@ def sent_as(bucket: Bucket, codec: Codec | None, model: ModelSpec, world_size: i
         model.by_name[part.parameter].shape if part == whole(model.by_name[part.parameter]) else (part.numel,)
         for part in bucket.parts
     ]
-    return replace(bucket, wire=codec, exchanges=codec.exchanges(shapes, bucket.dtype, world_size))
+    with asking("codec", codec):
+        exchanges = tuple(codec.exchanges(shapes, bucket.dtype, world_size))
+    return replace(bucket, wire=codec, exchanges=exchanges)
 
 
 def group_by_size(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[ParameterSpec]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
 from headway.permission import ASYNCHRONOUS, Permission
+from headway.plugins import asking
 from headway.scheduling.schedule import Schedule
 
 DATA, PIPELINE = "data", "pipeline"
@@ -15,15 +17,17 @@ DATA, PIPELINE = "data", "pipeline"
 
 
 SHORT_NAME = 60
+SENT_AS = "sent as"  # begins what strategies say of their codecs
 
 
 def short_name(description: str) -> str:
-    """The first parts of what a strategy says of itself, as many as are read at a glance."""
+    """The first parts of what a strategy says of itself, as many as are read at a glance, and any codecs."""
     name, *parts = description.split(", ")
+    is_full = False
     for part in parts:
-        if len(name) + len(part) + 2 > SHORT_NAME:
-            break
-        name = f"{name}, {part}"
+        is_full = is_full or len(name) + len(part) + 2 > SHORT_NAME
+        if not is_full or SENT_AS in part:
+            name = f"{name}, {part}"
     return name
 
 
@@ -43,9 +47,9 @@ class Strategy(BaseModel):
     declared_permissions: ClassVar[tuple[Permission, ...]] = ()
     """New permissions that it may need: users give them by these names, and are told what they change."""
 
+    @abstractmethod
     def decide(self, job: Job) -> Schedule:
         """Decide what ``job`` communicates. Raises PlanError if the options do not fit its model."""
-        raise NotImplementedError
 
     def spelled_out(self, job: Job) -> Self:
         """The same decision with everything that it takes from ``job`` written out, as in a plan file."""
@@ -94,9 +98,18 @@ class Strategy(BaseModel):
         """All permissions that it needs: ``permission``, unless its parts need several."""
         return frozenset((self.permission,)) - {""}
 
+    @abstractmethod
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""
-        raise NotImplementedError
+
+
+def decided(strategy: Strategy, job: Job) -> Schedule:
+    """What ``strategy`` decides for ``job``. Raises as ``decide``, and PluginFaultError for another package's fault."""
+    with asking("strategy", strategy):
+        schedule: object = strategy.decide(job)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"decide() returned {type(schedule).__name__}, expected a schedule")
+        return schedule
 
 
 def fits(job: Job, policy: type[Strategy]) -> bool:

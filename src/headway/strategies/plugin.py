@@ -59,6 +59,17 @@ class Proposal:
         return cls(strategies, bound.step_ms, note, bound=bound)
 
 
+def proposal_of(plugin: StrategyPlugin[Any], job: Job) -> Proposal:
+    """What ``plugin`` proposes for ``job``. Raises TypeError where that is no proposal of strategies."""
+    made: object = plugin.propose(job)
+    if not isinstance(made, Proposal):
+        raise TypeError(f"propose() returned {type(made).__name__}, expected Proposal")
+    for each in made.strategies:
+        if not isinstance(each, Strategy):
+            raise TypeError(f"propose() returned {type(each).__name__} in its Proposal, expected strategies")
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class InForce:
     """The strategy that a live model was found under: its options, and its buckets by the names of parameters."""

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from headway.errors import PluginError
-from headway.plugins import answers, load_entry_points, why_unusable
+from headway.plugins import answers, check_complete, load_entry_points, why_unusable
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -58,14 +58,22 @@ def check_usable(name: str) -> None:
         raise PluginError(why)
 
 
-def ask(question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False) -> Iterator[tuple[str, A]]:
-    """What each strategy answers, with its name. One of another package that raises is left out, with a warning."""
+def ask(
+    question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False, needed: str = ""
+) -> Iterator[tuple[str, A]]:
+    """What each strategy answers, with its name. One of another package that raises is left out, with a warning.
+
+    Raises PluginFaultError where that is the strategy ``needed``.
+    """
     strategies = list(plugins().items())
-    return answers("strategy", reversed(strategies) if last_first else strategies, question)
+    return answers("strategy", reversed(strategies) if last_first else strategies, question, needed=needed)
 
 
 def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
-    return found if isinstance(found, StrategyPlugin) and found.name == name else None
+    if isinstance(found, StrategyPlugin) and found.name == name:
+        check_complete(found.policy)
+        return found
+    return None
 
 
 def names() -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from headway.collectives import executor, transfers
 from headway.collectives.algorithms import RING
 from headway.collectives.transfers import Transfer
 from headway.errors import CommunicationError, HeadwayError, InternalError, UnsupportedError, one_line
+from headway.plugins import PluginFaultError
 from headway.strategies.data_parallel.channels.observer import THREAD_NAME, Collective, observer
 from headway.strategies.data_parallel.channels.streams import Streams, wait_on_host
 from headway.strategies.data_parallel.channels.wiring import OwnGroups
@@ -313,7 +314,10 @@ class Channels:
             return CommunicationError(
                 f"rank {self._rank}: {job} cannot be done: {error}. Restart the job from its last checkpoint."
             )
-        if _is_communication(error):
+        if isinstance(error, PluginFaultError):
+            self._culprit(f"a fault of the {error.plugin}")
+            failure = InternalError(f"rank {self._rank}: {error}")
+        elif _is_communication(error):
             failure = CommunicationError(
                 f"rank {self._rank}: {job} failed: {self._culprit('')} ({one_line(str(error), 200)}). "
                 "Restart the job from its last checkpoint."

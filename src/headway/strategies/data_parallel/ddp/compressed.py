@@ -8,6 +8,7 @@ group waits for another one's collective.
 from __future__ import annotations
 
 import time
+import zlib
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.collectives import native
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COMPRESSED
 from headway.compression.codec import MOST_EXCHANGES, Codec, Sent
+from headway.plugins import PluginFaultError, is_own
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.channels.hooked import HookedChannels
 from headway.strategies.data_parallel.channels.observer import Collective, observer
@@ -46,6 +48,7 @@ class Compressing(HookedChannels):
         self._told: dict[int, int] = {}  # how many collectives of each bucket and place in it were told of
         self._some_unused = bool(wrapped.find_unused_parameters)
         self._overflowed = False  # in the backward that is in flight, or was last
+        self._compared = False
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Any]:
         """DDP's communication hook, for a ``dist.GradBucket``."""
@@ -61,7 +64,9 @@ class Compressing(HookedChannels):
         if codec.feeds_back:
             kept = self.feedback.of(keys, [p.numel() for p in parameters], computed_type(buffer))
         outgoing = Outgoing(buffer, kept, shapes, keys, self._some_unused)
-        work = partial(self._send, codec, outgoing, bucket.index(), time.monotonic_ns())
+        compares = not self._compared and not is_own(codec)
+        self._compared = self._compared or compares
+        work = partial(self._send, codec, outgoing, bucket.index(), time.monotonic_ns(), compares)
         size_bytes = buffer.numel() * buffer.element_size()
         return self.submit(_Bucket(ALL_REDUCE, bucket.index(), size_bytes, work), buffer)
 
@@ -85,13 +90,29 @@ class Compressing(HookedChannels):
         future: torch.futures.Future[Any] = work.get_future().then(received)
         return future
 
-    def _send(self, codec: Codec, bucket: Outgoing, index: int, asked_ns: int, channel: int) -> None:
+    def _send(
+        self, codec: Codec, bucket: Outgoing, index: int, asked_ns: int, compares: bool, channel: int
+    ) -> None:
         telling = _Telling(self, self._groups.host[channel], index, asked_ns)
         finite = send(codec, bucket, telling.exchange, self.feedback.memory, self.rank, self.world_size)
         telling.tell(time.monotonic_ns())
         if not finite:
             self.feedback.forget(bucket.keys)
             self._overflowed = True
+        if compares:
+            self._compare(codec, bucket.buffer, channel, finite=finite)
+
+    def _compare(self, codec: Codec, mean: torch.Tensor, channel: int, *, finite: bool) -> None:
+        """Raise PluginFaultError where ranks have different bits of a ``mean`` that another package's codec made.
+
+        Their models would drift apart silently. What is not finite may differ: such a step is skipped.
+        """
+        digest = zlib.crc32(mean.detach().contiguous().view(torch.uint8).numpy().data) if finite else -1
+        digests = native.gathered(torch.tensor([digest]), self._groups.host[channel]).view(-1).tolist()
+        other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+        if other is not None:
+            what = "the means of one bucket differ between ranks"
+            raise PluginFaultError("codec", codec, f"{what} 0 and {other}, expected the same bits on all")
 
     def told(self, index: int, number: int) -> int:
         """A sequence number for collective ``number`` of bucket ``index``, whichever channel is first."""

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from headway.compression.codec import Codec, Gradients, Reduced, Sent, Shape, computed_in
+from headway.plugins import PluginFaultError, asking
 from headway.strategies.data_parallel.channels.communication import own_work
+
+KINDS = (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL)
 
 Exchanging = Callable[[Sent], torch.Tensor]
 """Carries out one collective; raises where a peer fails."""
@@ -40,21 +44,24 @@ def send(
     """Put the mean over ranks, as far as ``codec`` sends it, in the place of the bucket's gradients.
 
     Returns whether it is finite. Where it is not, as in a step that a GradScaler skips, what is kept and remembered is
-    worth nothing.
+    worth nothing. Raises PluginFaultError where another package's codec fails, or gives what is no mean of these.
     """
     buffer, kept = bucket.buffer, bucket.kept
     with own_work():
         full = buffer.to(computed_type(buffer)) if kept is None else kept.add_(buffer)
         held = _held_back(bucket, full) if kept is not None and bucket.some_unused else None
         flat = full if held is None else full - held
-        reduction = codec.reduce(Gradients(flat, bucket.shapes, bucket.keys, rank, world_size, memory))
-        sent = next(reduction)
+        with asking("codec", codec):
+            reduction = codec.reduce(Gradients(flat, bucket.shapes, bucket.keys, rank, world_size, memory))
+            sent = next(reduction)
     while True:
+        _check_sent(codec, sent)
         result = exchange(sent)
-        with own_work():
+        with own_work(), asking("codec", codec):
             try:
                 sent = reduction.send(result)
             except StopIteration as stop:
+                _check_reduced(codec, stop.value, buffer, feeds_back=kept is not None)
                 return _taken_over(bucket, stop.value, held)
 
 
@@ -75,6 +82,28 @@ def _held_back(bucket: Outgoing, full: torch.Tensor) -> torch.Tensor | None:
         if without:
             own.copy_(part)
     return held
+
+
+def _check_sent(codec: Codec, sent: object) -> None:
+    if not isinstance(sent, Sent):
+        raise PluginFaultError("codec", codec, f"reduce() yielded {type(sent).__name__}, expected Sent")
+    if sent.kind not in KINDS:
+        expected = " or ".join(KINDS)
+        raise PluginFaultError("codec", codec, f"reduce() sent {sent.kind!r}, expected {expected}")
+
+
+def _check_reduced(codec: Codec, reduced: object, gradients: torch.Tensor, *, feeds_back: bool) -> None:
+    """Raise PluginFaultError where ``reduced`` cannot take the place of the flat ``gradients``."""
+    if not isinstance(reduced, Reduced):
+        raise PluginFaultError(
+            "codec", codec, f"reduce() returned {type(reduced).__name__}, expected Reduced"
+        )
+    given = {"the mean": reduced.mean, "what is kept": reduced.kept}
+    for what, tensor in list(given.items())[: 2 if feeds_back else 1]:
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != gradients.shape:
+            shape: tuple[int, ...] = tuple(getattr(tensor, "shape", ()))
+            got = f"{shape[0]} elements" if len(shape) == 1 else f"the shape {shape}"
+            raise PluginFaultError("codec", codec, f"{what} has {got}, expected {gradients.numel()}")
 
 
 def _taken_over(bucket: Outgoing, reduced: Reduced, held: torch.Tensor | None) -> bool:
