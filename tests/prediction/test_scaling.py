@@ -180,7 +180,7 @@ def test_a_strategy_of_another_package_that_fails_is_left_out_unless_it_was_aske
     monkeypatch.setenv(WARNED_VARIABLE, "")
     monkeypatch.setitem(plugins(), "foreign", plugins()["ddp"])
     strategies = {"foreign": Foreign(), "ddp": DDP}
-    with pytest.raises(PluginError, match="the strategy foreign of .* it raised KeyError: 'planted'"):
+    with pytest.raises(PluginError, match=r"the strategy foreign of .* it raised KeyError: 'planted'"):
         scaling(one_layer(), cluster(2), strategies, (2,))
     assert capsys.readouterr().err == ""
     found = scaling(one_layer(), cluster(2), strategies, (2, 4), all_needed=False)
