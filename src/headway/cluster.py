@@ -248,7 +248,10 @@ class NcclModel(BaseModel):
     """What NCCL takes a GPU's links to the others of its host for, in one direction, in GB/s."""
 
     cards_gb_s: Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)] = 48.0
-    """What NCCL takes the network cards of each worker for, in GB/s: 48 for one of 400 Gbit/s."""
+    """What NCCL takes each network card for, in GB/s: 48 for one of 400 Gbit/s."""
+
+    cards: int = Field(default=0, ge=0, le=4096)
+    """The number of network cards of each host; 0 where each worker has one of its own."""
 
     network_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     """How many times as long latencies between hosts are as NCCL takes them to be."""

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 NOT_RUN = {
     r"^(git|pip|make|source|python3 -m venv)\b": "it installs Headway or runs the tests themselves",
     r"^srun|--nnodes|/shared/": "it needs several hosts, which test_several_launchers has",
+    r"--nccl-tests": "it needs logs of a cluster, of which tests/cli/test_probe makes some",
     r"coordinate .*--listen 10\.": "it listens on another machine's address, and test_coordinator serves",
     r"^headway lab run examples": "it takes minutes, and tests/behaviour/lab runs such files",
 }

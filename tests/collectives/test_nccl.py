@@ -74,6 +74,13 @@ def test_a_communicator_of_one_worker_a_host_has_one_card_of_each() -> None:
     assert fabric_of(cluster(4), range(4), 8).outside_gb_s == 8 * CARD_GB_S
 
 
+def test_workers_that_share_a_card_have_all_of_it() -> None:
+    shared = cluster(4, 4).model_copy(update={"nccl": NcclModel(cards_gb_s=4 * CARD_GB_S, cards=1)})
+    for a_host in (1, 4):
+        fabric = fabric_of(shared, range(4), a_host)
+        assert fabric.outside_gb_s * fabric.reached == 4 * CARD_GB_S
+
+
 def played_us(on: Cluster, groups: list[tuple[int, ...]], size_bytes: int) -> float:
     """How long collectives of several groups take that begin together."""
     resources = ClusterResources(on)

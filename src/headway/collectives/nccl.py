@@ -78,6 +78,7 @@ _TREE_SHARE: dict[Protocol, tuple[float, ...]] = {
 }  # fmt: skip
 _SLOWER_NVLS = (2, 29)
 _EARLIER_NVLS_TREE_US = 14.0  # of a step between hosts, before that
+MOST_REACHED = 1.1  # of what NCCL takes a card for
 _PLATEAU_BYTES = 64  # of each channel and rank, from which on a ring's latency is longer
 
 
@@ -112,16 +113,18 @@ def fabric_of(cluster: Cluster, hosts: Sequence[int], a_host: int) -> Fabric:
     assert known is not None, "a cluster of NCCL's"
     own = [cluster.hosts[at] for at in hosts]
     # A host's link is that of all its cards, of which a communicator uses those of its ranks.
-    reached = min(min(host.up_gbps, host.down_gbps) / 8 / host.workers for host in own) / known.cards_gb_s
+    cards = {host.name: known.cards or host.workers for host in own}
+    used = min(max(1, -(-a_host * cards[host.name] // host.workers)) for host in own)
+    reached = min(min(host.up_gbps, host.down_gbps) / 8 / cards[host.name] for host in own) / known.cards_gb_s
     return Fabric(
         known.architecture,
         known.cpu,
         known.inside_gb_s,
-        known.cards_gb_s * a_host,
+        known.cards_gb_s * used,
         channels_of(a_host),
         known.inside,
         nvls=known.nvls,
-        reached=reached,
+        reached=min(reached, MOST_REACHED),
         network_factor=known.network_factor,
         version=known.version,
     )
