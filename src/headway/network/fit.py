@@ -67,7 +67,12 @@ def cluster_from_trace(trace: Trace) -> Cluster:
         )
     cost = AlgorithmCost(overhead_us=fit.overhead_ns / 1e3, fit_error=fit.error)
     source = f"fitted from the trace, with a median error of {fit.error:.1%} for its collectives"
-    return _cluster(trace, 8.0 / fit.ns_per_byte, dict.fromkeys(names, cost) | host_costs(trace), source)
+    flat = _cluster(trace, 8.0 / fit.ns_per_byte, dict.fromkeys(names, cost) | host_costs(trace), source)
+    if flat.library != "nccl":
+        return flat
+    from headway.network.nccl_trace import with_nccl
+
+    return with_nccl(trace, flat, fit.error)
 
 
 def library_of(trace: Trace) -> Literal["gloo", "nccl"]:

@@ -57,7 +57,12 @@ class Timing:
     @property
     def architecture(self) -> str:
         """What kind of GPU its device's name tells; "" where it tells none."""
-        return next((kind for part, kind in _ARCHITECTURES if part in self.device.upper()), "")
+        return architecture_of(self.device)
+
+
+def architecture_of(device: str) -> str:
+    """What kind of GPU a device's name tells; "" where it tells none."""
+    return next((kind for part, kind in _ARCHITECTURES if part in device.upper()), "")
 
 
 def read_log(text: str, name: str = "the log") -> list[Timing]:
@@ -139,29 +144,37 @@ def fitted(rows: Sequence[Timing], fabric: Fabric) -> tuple[Fabric, float]:
             expected="1 MiB and more, over two hosts",
         )
     found = [_fitted_to(speed, several, large, fabric) for speed in CARD_SPEEDS]
-    off = [
-        _off(several, each, speed) + _off(large, each, speed)
+    costs = [
+        off(several, each, speed) + off(large, each, speed)
         for speed, each in zip(CARD_SPEEDS, found, strict=True)
     ]
-    best = off.index(min(off))
+    best = costs.index(min(costs))
     return found[best], CARD_SPEEDS[best]
 
 
 def _fitted_to(speed: float, several: Sequence[Timing], large: Sequence[Timing], fabric: Fabric) -> Fabric:
     for _ in range(2):
-        before = fabric
-        share = _best(lambda value: _off(large, replace(before, reached=value), speed), *REACHED)  # noqa: B023
-        rated = replace(fabric, reached=share)
-        factor = _best(lambda value: _off(several, replace(rated, network_factor=value), speed), *FACTORS)  # noqa: B023
-        fabric = replace(rated, network_factor=factor)
+        fabric = _delayed(several, reaching(large, fabric, speed), speed)
     return fabric
 
 
-def _off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
-    return median(abs(off) for off in errors(rows, fabric, speed))
+def reaching(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
+    """``fabric`` with the share of cards of ``speed`` that explains ``rows`` best."""
+    share = best_factor(lambda value: off(rows, replace(fabric, reached=value), speed), *REACHED)
+    return replace(fabric, reached=share)
 
 
-def _best(cost: Callable[[float], float], low: float, high: float) -> float:
+def _delayed(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
+    factor = best_factor(lambda value: off(rows, replace(fabric, network_factor=value), speed), *FACTORS)
+    return replace(fabric, network_factor=factor)
+
+
+def off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
+    """By which share the model is off ``rows``, in the median."""
+    return median(abs(error) for error in errors(rows, fabric, speed))
+
+
+def best_factor(cost: Callable[[float], float], low: float, high: float) -> float:
     """Where ``cost`` is least between two positive values, by ever finer steps of a factor."""
     best, width = math.sqrt(low * high), high / low
     for _ in range(4):
@@ -186,16 +199,19 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
         )
     architecture = cast("Architecture", largest.architecture or "hopper")
     version = max(version for _, _, version in read)
-    inside = [row for row in rows if row.hosts == 1 and row.size_bytes >= LARGE_BYTES]
-    inside_gb_s = max(map(_bus_gb_s, inside), default=INSIDE_GB_S[architecture])
+    # Switches that reduce make an all-reduce faster than the links of a GPU are.
+    gathers = [
+        row for row in rows if row.hosts == 1 and row.kind != "all_reduce" and row.size_bytes >= LARGE_BYTES
+    ]
+    inside_gb_s = max(map(_bus_gb_s, gathers), default=INSIDE_GB_S[architecture])
     tried = []
     for cpu in ("intel", "amd"):
         nvls = architecture in ("hopper", "blackwell")
         fabric = Fabric(architecture, cpu, inside_gb_s, version=version, nvls=nvls)
         found, speed = fitted(rows, fabric)
         several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
-        off = sorted(abs(one) for one in errors(several, found, speed))
-        tried.append((median(off), off[int(0.9 * (len(off) - 1))], found, speed, len(off)))
+        far = sorted(abs(one) for one in errors(several, found, speed))
+        tried.append((median(far), far[int(0.9 * (len(far) - 1))], found, speed, len(far)))
     middle, high, found, speed, count = min(tried, key=lambda one: one[0])
     a_host = max(row.ranks // row.hosts for row in rows)
     link_gbps = speed * found.reached * a_host * 8

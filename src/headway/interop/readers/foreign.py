@@ -42,6 +42,7 @@ class ForeignRank:
     clock: str = ""
     absolute: bool = False  # whether times are wall-clock time, which hosts keep more or less alike
     on_device: bool = False  # whether its collectives are kernels on a device
+    device: str = ""  # what it computes on, where that is told
     groups: dict[str, tuple[int, ...]] = field(
         default_factory=dict
     )  # process groups' ranks, where they are told

@@ -225,5 +225,6 @@ def _info(rank: int, one: ForeignRank, job: Job, clock: ClockFit) -> RankInfo:
         version=one_line(one.version),
         source=one.source,
         clock=clock,
+        device=one_line(one.device)[:200],
         dropped_events=one.dropped_events,
     )

@@ -78,11 +78,23 @@ class Head(msgspec.Struct, frozen=True):
     raw_distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
     base: Any = msgspec.field(name="baseTimeNanoseconds", default=0)
     host: Any = msgspec.field(name="host_name", default="")
+    raw_devices: msgspec.Raw = msgspec.field(name="deviceProperties", default=msgspec.Raw(b"null"))
 
     @property
     def base_ns(self) -> int:
         """What the events' times count from."""
         return self.base if isinstance(self.base, int) and abs(self.base) < LONGEST_NS else 0
+
+    @property
+    def device(self) -> str:
+        """What its first device is called; "" where that is not told."""
+        try:
+            devices = msgspec.json.decode(self.raw_devices)
+        except (ValueError, RecursionError):
+            return ""
+        first = devices[0] if isinstance(devices, list) and devices else None
+        name = first.get("name") if isinstance(first, dict) else None
+        return name if isinstance(name, str) else ""
 
     @property
     def distributed(self) -> Distributed:

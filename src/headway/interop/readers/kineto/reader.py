@@ -119,6 +119,7 @@ def _rank(
         backend=str(info.backend or "")[:40],
         absolute=True,
         on_device=make is device_events,
+        device=found.head.device if make is device_events else "",
         groups={**_groups(found.head), **known.groups},
         dropped_events=found.dropped,
         notes=[*_whole(found), *found.notes, *notes],
