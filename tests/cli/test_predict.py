@@ -32,6 +32,16 @@ def test_one_collective(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--collective and --bytes go together" in capsys.readouterr().err
 
 
+def test_measured_steps_correct_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["predict", "resnet50", "--cluster", CLUSTER, "--workers", "8", "--strategy", "ddp"]
+    assert run([*asked, "--measured", "8=500ms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("50") or lines[0].startswith("49")
+    assert lines[1].startswith("Calibrated: computation takes ")
+    assert run([*asked, "--measured", "8=500ms", "--what-if", "bandwidth=2x"]) == 2
+    assert "--measured and --what-if do not go together" in capsys.readouterr().err
+
+
 def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--workers", "1,8", "--strategy", "ddp", "--strategy", "ddp:bucket_cap_mb=100", "--json"]
     assert run(["predict", "resnet50", "--cluster", CLUSTER, *options]) == 0

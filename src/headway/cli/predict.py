@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,12 @@ from headway.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from headway.cluster import Cluster
+    from headway.prediction.calibration import Calibration
     from headway.prediction.replayed import Prediction
+    from headway.prediction.scaling import Crossover
     from headway.prediction.workload import Workload
+    from headway.replayer.what_if import WhatIf
+    from headway.strategies.base import Strategy
 
 MOST_SIZES = 64
 LONGEST = 2000  # of a sentence, in characters
@@ -55,6 +60,8 @@ LONGEST = 2000  # of a sentence, in characters
 )  # fmt: skip
 @click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
+@click.option("--measured", "measured_texts", multiple=True, metavar="N=TIME",
+              help="A step of so many workers, measured under the first strategy; may be repeated.")  # fmt: skip
 @click.option("--collective", "collective_name", metavar="KIND",
               help="Time one collective instead of a step: all-reduce, all-gather or reduce-scatter.")  # fmt: skip
 @click.option(
@@ -79,6 +86,7 @@ def predict(
     device_name: str | None,
     what_ifs: tuple[str, ...],
     optimizer_name: str,
+    measured_texts: tuple[str, ...],
     collective_name: str | None,
     size_text: str | None,
     plot_path: Path | None,
@@ -116,6 +124,9 @@ def predict(
     with output.progress("costing the model"):
         workload = workload_named(model, device_name, optimizer_name)
     chosen = strategies_named(strategies, workload)
+    calibration = _calibrated(measured_texts, workload, cluster, chosen, what_if)
+    if calibration is not None:
+        what_if = calibration.what_if
     with output.progress("predicting") as advance:
         found = scaling(workload, cluster, chosen, world_sizes, advance, what_if, all_needed=bool(strategies))
     if plot_path is not None:
@@ -138,6 +149,7 @@ def predict(
                 "cluster": cluster.source,
                 "workers": best.workers,
                 "what_if": what_if.describe(),
+                **({} if calibration is None else {"calibration": asdict(calibration)}),
                 "strategy": best.strategy,
                 "changes_training": best.changes_training,
                 "recommended": best.recommended(allow),
@@ -154,6 +166,27 @@ def predict(
             },
         )
         return
+    said = [] if calibration is None else [calibration.describe()]
+    _print_steps(
+        found, best, allow, workload, cluster, what_if, close, overtakings, said, compared=not strategies
+    )
+
+
+def _print_steps(
+    found: list[Prediction],
+    best: Prediction,
+    allow: tuple[str, ...],
+    workload: Workload,
+    cluster: Cluster,
+    what_if: WhatIf,
+    close: Mapping[int, list[Prediction]],
+    overtakings: Sequence[Crossover],
+    said: Sequence[str],
+    *,
+    compared: bool,
+) -> None:
+    """Print the answer, ``said`` and the table. ``compared`` are strategies that nobody named."""
+    largest = [each for each in found if each.workers == best.workers]
     console = output.console()
     others = [each for each in largest if each is not best]
     second = f" ({others[0].strategy}: {others[0].step_ms:.1f})" if others else ""
@@ -163,15 +196,15 @@ def predict(
         f"{counted(best.workers, 'worker')} with {how}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
     )
-    said = [answer, *_of_other_training(best, largest, allow)]
+    sentences = [answer, *said, *_of_other_training(best, largest, allow)]
     if others and any(each in close[best.workers] for each in others if best in close[best.workers]):
-        said.append("Strategies marked ≈ cannot be told apart from the fastest.")
-    if others and not strategies:
-        said.append(
+        sentences.append("Strategies marked ≈ cannot be told apart from the fastest.")
+    if others and compared:
+        sentences.append(
             "Every strategy has its default buckets here; tuned ones may be ranked otherwise. Compare them with "
             "--strategy, as in ddp:bucket_cap_mb=100 or decoupled:bucket_cap_bytes=100000000."
         )
-    for sentence in said:
+    for sentence in sentences:
         console.print(one_line(sentence, LONGEST))
     console.print(_table(found, workload, close))
     for each in overtakings:
@@ -182,6 +215,28 @@ def predict(
     source = cluster.source.rstrip(".")
     basis = f"Links: {source}. Computation: {workload.times}, {workload.batch} a worker."
     console.print(one_line(basis, LONGEST))
+
+
+def _calibrated(
+    texts: tuple[str, ...],
+    workload: Workload,
+    cluster: Cluster,
+    chosen: Mapping[str, Strategy],
+    what_if: WhatIf,
+) -> Calibration | None:
+    from headway.prediction.calibration import calibrate, measured_steps
+    from headway.replayer.what_if import WhatIf as Plain
+
+    if not texts:
+        return None
+    measured_ms = measured_steps(texts)
+    if what_if != Plain():
+        raise UserError(
+            "--measured and --what-if do not go together", got=what_if.describe(), expected="one of them"
+        )
+    name = next(iter(chosen))
+    with output.progress("calibrating"):
+        return calibrate(workload, cluster, name, chosen[name], measured_ms)
 
 
 def _print_collective(
