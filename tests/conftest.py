@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import re
@@ -92,6 +93,9 @@ def as_if_nothing_had_been_compiled() -> Iterator[None]:
         torch._dynamo.utils.counters.clear()
 
 
+HARD_LIMITS = 3  # after so many time limits the process that runs a test is ended
+
+
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
     """The time limit of a test is one that a busy machine stretches."""
     if settings.method != "signal":
@@ -106,12 +110,15 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
             pytest_timeout.timeout_sigalrm(item, settings)
 
     def cancel() -> None:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     item.cancel_timeout = cancel
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    # No handler of a signal runs while C++ waits for a lock inside the interpreter.
+    faulthandler.dump_traceback_later(HARD_LIMITS * settings.timeout, exit=True)
     return True
 
 

@@ -87,6 +87,7 @@ class CollectiveTap:
         self._main_thread = threading.get_ident()
         self._overlay: torch_private.KernelOverlay | None = None
         self._works: list[tuple[ObservedCollective, Any]] = []
+        self._passed_on: list[tuple[list[int], Any]] = []  # when each ended, or 0
 
     def attach(self) -> None:
         """Lay the observing kernels over the c10d operations."""
@@ -118,6 +119,25 @@ class CollectiveTap:
         before_ns = time.monotonic_ns() - RELEASE_AFTER_NS
         self._works = [(seen, work) for seen, work in self._works if not 0 < seen.end_ns < before_ns]
 
+    def _pass_on(self, result: Any) -> Any:
+        """What a kernel returned that is only left in place: its work is held on to as those that are observed.
+
+        The call came through Python all the same, and Gloo's thread must not drop the last reference (see
+        ``release_finished``).
+        """
+        now_ns = time.monotonic_ns()
+        self._passed_on = [
+            (ended, work) for ended, work in self._passed_on if not 0 < ended[0] < now_ns - RELEASE_AFTER_NS
+        ]
+        work = result[1] if isinstance(result, tuple) else result
+        ended = [0]
+        try:
+            torch_private.when_work_completes(work, lambda: ended.__setitem__(0, time.monotonic_ns()))
+        except RuntimeError:  # this backend's work has no future
+            return result
+        self._passed_on.append((ended, work))
+        return result
+
     def _settle(self) -> None:
         """Let callbacks of finished works run.
 
@@ -133,7 +153,7 @@ class CollectiveTap:
     def _observer(self, operation: _Operation) -> Callable[..., Any]:
         def overlaid(original: Callable[..., Any], *args: Any) -> Any:
             if not self._watching:
-                return original(*args)
+                return self._pass_on(original(*args))
             thread = threading.get_ident()
             self._inside[thread] = self._inside.get(thread, 0) + 1
             try:
