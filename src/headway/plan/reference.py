@@ -21,6 +21,7 @@ from headway.cluster import (
     CodecCost,
     Host,
     MessageCost,
+    NcclModel,
     PassSlowdown,
     SlowPath,
     Traffic,
@@ -94,10 +95,11 @@ SECTIONS: dict[type, tuple[str, str]] = {
     MessageCost: ("message cost", "message-cost"),
     CodecCost: ("codec cost", "codec-cost"),
     PassSlowdown: ("pass slowdown", "pass-slowdown"),
+    NcclModel: ("NCCL model", "nccl-model"),
     Traffic: ("traffic", "traffic"),
     SlowPath: ("path", "path"),
 }
-OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, CodecCost, PassSlowdown, Traffic, SlowPath)
+OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, CodecCost, PassSlowdown, NcclModel, Traffic, SlowPath)
 LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "min_length": "length at least"}
 LIMITS |= {"max_length": "length at most"}
 
