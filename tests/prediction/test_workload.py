@@ -73,20 +73,22 @@ def test_mixed_precision_keeps_gradients_and_halves_activations() -> None:
     assert "in bf16" in mixed.times
 
 
-# Samples a second on one device, NVIDIA/DeepLearningExamples, PyTorch.
+# Samples a second on one device in PyTorch: NVIDIA/DeepLearningExamples, lambdal/deeplearning-benchmark.
 @pytest.mark.parametrize(
     ("model", "device", "precision", "per_s"),
     [
         (resnet50(256), "a100-80gb", "fp16", 2470), (resnet50(256), "a100-80gb", "tf32", 938),
         (resnet50(256), "v100", "fp16", 1200), (bert_large(256, 128), "a100-80gb", "fp16", 580),
         (bert_large(128, 128), "a100-80gb", "tf32", 317), (bert_large(64, 128), "v100", "fp16", 224),
+        (resnet50(640), "h100", "tf32", 1753), (resnet50(448), "a10", "fp16", 638),
     ],
 )  # fmt: skip
 def test_tensor_cores_reach_what_is_published(
     model: LayerTable, device: str, precision: str, per_s: float
 ) -> None:
     workload = workload_of_table(model, DEVICES[device], OPTIMIZERS["momentum"], precision)
-    assert workload.samples / workload.computation_ns * 1e9 == pytest.approx(per_s, rel=0.16)
+    predicted_ms, published_ms = workload.computation_ns / 1e6, workload.samples / per_s * 1e3
+    assert abs(published_ms - predicted_ms) < workload.times_error * predicted_ms
 
 
 def test_a_device_without_a_precision_says_so() -> None:
