@@ -142,10 +142,14 @@ def _middle(values: list[float]) -> float:
 def _rows() -> list[Row]:
     found = []
     for row in csv.DictReader(ROWS.read_text().splitlines()):
-        numbers = {name: int(row[name]) for name in ("workers", "hosts", "samples")}
-        texts = {name: row[name] for name in ("source", "model", "device", "precision", "framework")}
-        rate = float(row["samples_per_s"])
-        found.append(Row(**texts, **numbers, samples_per_s=rate, is_fitted=row["fitted"] == "yes"))
+        workers, hosts, samples = (int(row[name]) for name in ("workers", "hosts", "samples"))
+        source, model, device, precision, framework = (
+            row[name] for name in ("source", "model", "device", "precision", "framework")
+        )
+        rate, is_fitted = float(row["samples_per_s"]), row["fitted"] == "yes"
+        found.append(
+            Row(source, model, device, precision, framework, workers, hosts, samples, rate, is_fitted)
+        )
     return found
 
 

@@ -68,7 +68,7 @@ def test_mixed_precision_keeps_gradients_and_halves_activations() -> None:
     assert mixed.spec.pass_memory is not None
     assert single.spec.pass_memory is not None
     held, copies = mixed.spec.pass_memory.forward_bytes, single.spec.size_bytes // 2
-    assert held == pytest.approx(single.spec.pass_memory.forward_bytes / 2 + copies, rel=0.01)
+    assert held == pytest.approx(single.spec.pass_memory.forward_bytes / 2 + copies, rel=0.03)
     assert single.computation_ns / mixed.computation_ns > 2
     assert "in bf16" in mixed.times
 

@@ -30,13 +30,15 @@ class Parameter:
 class Work:
     """What a forward does: floating-point operations, bytes to and from memory, kernels launched.
 
-    ``kept_bytes`` are what it leaves for backward.
+    ``kept_bytes`` are what it leaves for backward, of which ``single_bytes`` stay as they are in mixed precision: what
+    normalisation, softmax and losses keep, and masks.
     """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     kernels: int = 0
     kept_bytes: float = 0.0
+    single_bytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -44,6 +46,7 @@ class Work:
             self.moved_bytes + other.moved_bytes,
             self.kernels + other.kernels,
             self.kept_bytes + other.kept_bytes,
+            self.single_bytes + other.single_bytes,
         )
 
     def halved(self, parameter_bytes: float) -> Work:
@@ -56,7 +59,8 @@ class Work:
             self.flops,
             self.moved_bytes / 2 + 1.5 * parameter_bytes,
             self.kernels,
-            self.kept_bytes / 2 + parameter_bytes / 2,
+            (self.kept_bytes + self.single_bytes + parameter_bytes) / 2,
+            self.single_bytes,
         )
 
 

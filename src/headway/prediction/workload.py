@@ -166,4 +166,5 @@ def between(few: Workload, many: Workload, samples: int) -> Workload:
         )
         spec = spec.model_copy(update={"pass_memory": held})
     batch = f"{samples} samples"
-    return replace(few, batch=batch, samples=samples, spec=spec, layers=layers)
+    error = max(few.times_error, many.times_error)
+    return replace(few, batch=batch, samples=samples, spec=spec, layers=layers, times_error=error)
