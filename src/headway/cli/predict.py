@@ -152,6 +152,7 @@ def predict(
         what_if = calibration.what_if
         sized = {workers: calibration.corrected(each) for workers, each in sized.items()}
     workload = sized[world_sizes[-1]]
+    notes = dict.fromkeys(note for each in sized.values() for note in each.notes)
     with output.progress("predicting") as advance:
         found = scaling(
             workload, cluster, chosen, world_sizes, advance, what_if, all_needed=bool(strategies), sized=sized
@@ -177,7 +178,7 @@ def predict(
                 "cluster": cluster.source,
                 "computation": workload.times,
                 "samples": best.samples,
-                "notes": workload.notes,
+                "notes": list(notes),
                 "workers": best.workers,
                 "what_if": what_if.describe(),
                 **({} if calibration is None else {"calibration": asdict(calibration)}),
@@ -197,7 +198,7 @@ def predict(
             },
         )
         return
-    said = [*([] if calibration is None else [calibration.describe()]), *workload.notes]
+    said = [*([] if calibration is None else [calibration.describe()]), *notes]
     _print_steps(
         found,
         best,

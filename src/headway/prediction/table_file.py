@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from headway import files
 from headway.errors import UserError
@@ -18,9 +18,15 @@ from headway.models.table import FLOAT_BYTES, Work, at_batch
 Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
+VALUE, BY_BATCH = "a number", "by batch"
 TWO = Field(min_length=2, max_length=2)
-AmountByBatch = Amount | Annotated[dict[Samples, Amount], TWO]
-MillisecondsByBatch = Milliseconds | Annotated[dict[Samples, Milliseconds], TWO]
+EITHER = Discriminator(lambda value: BY_BATCH if isinstance(value, dict) else VALUE)
+AmountByBatch = Annotated[
+    Annotated[Amount, Tag(VALUE)] | Annotated[dict[Samples, Amount], TWO, Tag(BY_BATCH)], EITHER
+]
+MillisecondsByBatch = Annotated[
+    Annotated[Milliseconds, Tag(VALUE)] | Annotated[dict[Samples, Milliseconds], TWO, Tag(BY_BATCH)], EITHER
+]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 MAX_LAYERS = 100_000
 
