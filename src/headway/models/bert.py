@@ -51,7 +51,7 @@ def _bert(name: str, net: TransformerBuilder, depth: int) -> LayerTable:
     gelu = net.elementwise(words * width, 2, 1)
     net.linear("cls.predictions.transform.dense", width, width, rows=words, after=gelu)
     net.norm("cls.predictions.transform.LayerNorm")
-    loss = net.elementwise(words * _VOCABULARY, 3, 2)
+    loss = net.elementwise(words * _VOCABULARY, 3, 2, in_single=True)
     net.tied_linear("cls.predictions.decoder", _VOCABULARY, f"{_WORDS}.weight", loss)
     net.linear("cls.seq_relationship", width, 2, rows=net.samples)
     return LayerTable(name, f"{net.samples} sequences of {net.length} words", net.samples, tuple(net.layers))

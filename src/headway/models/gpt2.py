@@ -28,6 +28,6 @@ def gpt2(samples: int = 8, length: int = 1024) -> LayerTable:
         net.linear(f"{layer}.mlp.c_proj", inner, _WIDTH, rows=net.words)
         net.cut()
     net.norm("transformer.ln_f")
-    loss = net.elementwise(net.words * _VOCABULARY, 3, 2)
+    loss = net.elementwise(net.words * _VOCABULARY, 3, 2, in_single=True)
     net.tied_linear("lm_head", _VOCABULARY, f"{_WORDS}.weight", loss, bias=False)
     return LayerTable("GPT-2", f"{samples} sequences of {length} words", samples, tuple(net.layers))

@@ -39,7 +39,7 @@ class Prediction:
     most 1, though a strategy that hides updates may be faster than that. ``exposed_ms`` is the communication that
     computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
     ``changes_training`` says what the strategy changes of what is trained, and ``permissions`` are those that it
-    needs. ``is_mean_iteration`` says that ranks do not finish their steps together.
+    needs. ``is_mean_iteration`` says that ranks do not finish their steps together. ``samples`` is a worker's batch.
     """
 
     workers: int
@@ -57,6 +57,7 @@ class Prediction:
     changes_training: str = ""
     permissions: tuple[str, ...] = ()
     is_mean_iteration: bool = False
+    samples: int = 0
 
     def recommended(self, allow: Collection[str]) -> bool:
         """Whether its strategy may be chosen with what the user has permitted."""
@@ -125,6 +126,7 @@ def predict(
         notes=notes,
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
+        samples=workload.samples,
     )
 
 
@@ -186,4 +188,5 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
         is_mean_iteration=True,
+        samples=workload.samples,
     )
