@@ -22,7 +22,7 @@ from headway.prediction.clusters import cluster_named
 from headway.prediction.optimizers import OPTIMIZERS
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.workload import Workload, workload_of_table
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 ROWS = Path(__file__).with_name("published_rows") / "training.csv"
 DDP = DistributedDataParallelStrategy()

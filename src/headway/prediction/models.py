@@ -227,7 +227,7 @@ def _function_at(text: str, asked: _Asked, samples: int | None) -> Workload:
     from headway.prediction.function import Built, function_named
     from headway.prediction.memory import on_fake_tensors, pass_memory_of
     from headway.prediction.timing import bytes_per_s_of, timed_layers
-    from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.live.module_spec import model_spec
 
     here = torch_private.device_here()
     make = function_named(text)
