@@ -30,8 +30,8 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.prediction.models import workload_named
 from headway.prediction.strategies import strategies_named
+from headway.simulation.building import OperationGraph
 from headway.simulation.engine import play
-from headway.simulation.operations import OperationGraph
 from headway.strategies.registry import plugin_of
 
 MODELS = ("resnet50", "bert-base", "vgg16")

@@ -39,9 +39,9 @@ from headway.collectives.algorithms import (
     RING,
     TREE,
 )
-from headway.collectives.carrying_out import prepare
 from headway.collectives.dataflow import alone
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
+from headway.collectives.live import prepare
 from headway.collectives.selection import Algorithms, Selection, native
 from headway.lab.spec import LabSpec
 from headway.measuring.probe import probe_cluster

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.cluster import Cluster, Host, NcclModel
-from headway.models.bert import bert_base, bert_large
-from headway.models.resnet import resnet50
+from headway.models.convolutional import resnet50
 from headway.models.roofline import DEVICES
 from headway.models.table import LayerTable
+from headway.models.transformer import bert_base, bert_large
 from headway.prediction.calibration import MeasuredStep, calibrate
 from headway.prediction.clusters import cluster_named
 from headway.prediction.optimizers import OPTIMIZERS

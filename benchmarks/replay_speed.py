@@ -124,8 +124,7 @@ def _measure(ranks: int, tensors: int, *, change: bool = False) -> dict[str, Any
     from headway.cluster import Cluster, Host
     from headway.collectives.resources import ClusterResources
     from headway.simulation.building import OperationGraphBuilder
-    from headway.simulation.compiled import simulate_for
-    from headway.simulation.engine import play
+    from headway.simulation.engine import play, simulate_for
 
     begin = time.perf_counter()
     simulate_for(10**9)  # whatever the size: compiled

@@ -13,7 +13,7 @@ from decentralised_training.methods import METHODS, REFERENCE, method_named
 from decentralised_training.rates import Found, throughput
 from headway.cluster import Cluster
 from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.graph.timeline import Part, Timeline
 from headway.job import Job
 from headway.model import ModelSpec

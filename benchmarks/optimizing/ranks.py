@@ -23,7 +23,7 @@ from headway.cluster import Cluster
 from headway.measuring.probe import probe_cluster
 from headway.network.collective_costs import Effort as ProbeEffort
 from headway.network.collective_costs import fitted, timings_of
-from headway.optimization.measured.halving import LEAST_STEPS, run_rounds, winner
+from headway.optimization.measured import LEAST_STEPS, run_rounds, winner
 from headway.plan import Plan
 from optimizing.cases import CASES, DEFAULT, MEASURED, STOCK, WARM_STEPS, DataParallelCase, Effort
 from optimizing.replicas import Replicas

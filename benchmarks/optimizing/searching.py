@@ -16,9 +16,8 @@ from headway.errors import PlanError
 from headway.interop.settings import ddp
 from headway.interop.settings.asked import Asked
 from headway.optimization.candidate import UNCHANGED, Candidate
-from headway.optimization.measured.contenders import contenders
-from headway.optimization.plan_writing import plan_of
-from headway.optimization.result import SearchResult
+from headway.optimization.measured import contenders
+from headway.optimization.result import SearchResult, plan_of
 from headway.optimization.search import search
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from headway.collectives.algorithms import HIERARCHICAL
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import RINGS, Algorithms
-from headway.graph.step_profile import profile_of
+from headway.graph.step_layout import profile_of
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.planning.draft import ScheduleDrafter, ScheduleOptions
 from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES, Part, whole
-from headway.scheduling.fusion import bucket_caps_mb
-from headway.scheduling.partition import Groups
+from headway.scheduling.fusion import Groups, bucket_caps_mb
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import strategy_of

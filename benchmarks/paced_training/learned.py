@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from headway.cluster import Cluster, Host
 from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.planning.bound import bound_of

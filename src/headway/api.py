@@ -13,8 +13,7 @@ from headway.diagnosis import Diagnosis
 from headway.diagnosis import diagnose as diagnose_trace
 from headway.errors import UserError
 from headway.optimization.candidate import Candidate
-from headway.optimization.plan_writing import plan_of
-from headway.optimization.result import check_strategy, following
+from headway.optimization.result import check_strategy, following, plan_of
 from headway.optimization.search import search
 from headway.optimization.sizes import others_of
 from headway.plan import Plan

@@ -8,7 +8,7 @@ import torch
 from tests.behaviour.pass_cases import STRATEGIES, model, momentum, parameters_of, train, trained_alone
 from torch import nn
 
-from headway.passes import compiled_modules
+from headway.passes import compile
 from headway.passes.compile import Compile
 
 EXPECTED_GRAPHS = 2  # of the first block, whose input needs no gradient, and of the others, which are alike
@@ -29,7 +29,7 @@ class CallsByName(nn.Module):
 
 def trained(rank: int, world_size: int) -> dict[str, Any]:
     """Parameters after some steps under each strategy, looked at in between, and of the single process."""
-    compiled_modules.BACKEND = "aot_eager"
+    compile.BACKEND = "aot_eager"
     found: dict[str, Any] = {"alone": trained_alone(model(plain=True), world_size)}
     for name, strategy in STRATEGIES.items():
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headway.integrations import measured
+from headway.integrations import recorded
 from headway.network import collective_costs
 from headway.network.interference import timed
 
@@ -19,7 +19,7 @@ TOLD_AT = 3
 def told_on_one_rank(rank: int, world_size: int, folder: str) -> list[object]:
     """Whether this rank was interrupted, what measuring left, and what an all-reduce of ones gives afterwards."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    measured._permitted = lambda: True  # although these ranks meet in a file
+    recorded._permitted = lambda: True  # although these ranks meet in a file
     count = 0
 
     def told(*arguments: object) -> object:
@@ -33,7 +33,7 @@ def told_on_one_rank(rank: int, world_size: int, folder: str) -> list[object]:
     collective_costs.timed = told  # type: ignore[assignment, attr-defined]
     is_interrupted = False
     try:
-        measured.measure("token", Path(folder), wanted=True)
+        recorded.measure("token", Path(folder), wanted=True)
     except KeyboardInterrupt:
         is_interrupted = True
     ones = torch.ones(1)

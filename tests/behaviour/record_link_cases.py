@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import headway
 from headway import torch_private
 from headway.collectives.algorithms import RING, sent_bytes
-from headway.recording import pauses
 from headway.recording import recorder as recording
+from headway.recording import watches
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.live.channels import observer as observing
@@ -229,7 +229,7 @@ def listening() -> list[str]:
 
 def native_pauses(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """A recorded job on native collectives that waits for works, saves and collects garbage."""
-    pauses.LEAST_NS = 0
+    watches.LEAST_NS = 0
     model = DistributedDataParallel(layers())
     before = [vars(dist.Work)["wait"], torch.save, *gc.callbacks]
     gc.disable()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.diagnosis.diagnosis import diagnose
-from headway.integrations import interruption
+from headway.integrations import recorded
 from headway.plan import Plan
 from headway.recording import collectives
 from headway.recording.attach import record_this_rank
@@ -149,7 +149,7 @@ def test_an_interrupt_inside_ddps_reducer_keeps_the_steps_and_leaves_ddp_whole(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (tmp_path / "rank").mkdir()
     recorder = record_this_rank(RecordOptions(folder=tmp_path / "rank", first_step=2, stop_step=1000))
-    interruption.call_first(recorder)
+    recorded.call_first(recorder)
     recorder.watch(model, net)
     size, sent, steps = collectives._size_bytes, [0], [0]
 

@@ -14,7 +14,7 @@ from tests.behaviour.record_link_cases import SHORT_S
 import headway
 from headway.collectives.algorithms import RING, sent_bytes
 from headway.diagnosis.diagnosis import diagnose
-from headway.recording.pauses import CHECKPOINT, COLLECTION
+from headway.recording.watches import CHECKPOINT, COLLECTION
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 

@@ -24,7 +24,7 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
-from headway.scheduling.partition import cut, fill
+from headway.scheduling.fusion import cut, fill
 from headway.strategies.adaptive.tuning.proposals import Candidate, Setting, Trial, Tuned
 from headway.strategies.adaptive.tuning.tuner import tune
 from headway.strategies.decoupled.policy import DecoupledStrategy

@@ -11,12 +11,11 @@ from rich.table import Table
 from tests.answers.asked import JOB, written
 
 from headway.cli.main import run
-from headway.cli.optimize_answer import Answer, command_lines, job_command, plans_tables
+from headway.cli.optimize import Answer, command_lines, job_command, plans_tables
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.optimization.candidate import UNCHANGED, Candidate
-from headway.optimization.ranking import best_first
-from headway.optimization.result import SearchResult
+from headway.optimization.result import SearchResult, best_first
 from headway.replayer.expectation import Expectation
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

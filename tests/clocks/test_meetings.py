@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.clocks.jobs import BEGIN_NS, SECOND, Clock, collectives, messages
 
 from headway.clocks import Meetings, meetings_of
-from headway.clocks.matching import LOOSE, MESSAGE
-from headway.clocks.subsampling import MAX_CLOCKS, MAX_MEETINGS
+from headway.clocks.meetings import LOOSE, MAX_CLOCKS, MAX_MEETINGS, MESSAGE
 from headway.trace.events import Event, Events, Kind, Stream
 
 EACH = {0: "a", 1: "b", 2: "c", 3: "d"}

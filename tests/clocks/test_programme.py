@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.clocks.programme import Programme
+from headway.clocks.linear_program import Programme
 from headway.errors import UserError
 
 one = np.zeros(1, dtype=np.intp), np.ones(1)

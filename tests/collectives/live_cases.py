@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from headway.collectives import carrying_out, executor, live
+from headway.collectives import executor, live
 from headway.collectives.algorithms import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -21,7 +21,7 @@ from headway.collectives.algorithms import (
     RING,
     TREE,
 )
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.program import (
     chunk_bounds,
     owned_chunk,
@@ -84,17 +84,17 @@ def check_native(rank: int, world_size: int) -> list[str]:
             for algorithm in (RING, NATIVE):
                 flat = inputs[rank].clone()
                 scratch = torch.empty(scratch_numel(numel, world_size), dtype=dtype)
-                carrying_out.collective(algorithm, REDUCE_SCATTER, rank, world_size)(flat, group, scratch)
+                live.collective(algorithm, REDUCE_SCATTER, rank, world_size)(flat, group, scratch)
                 if not _near(flat[own], [part[own] for part in inputs]):
                     problems.append(f"{algorithm} reduce-scatter of {numel} {dtype}")
                 flat[own] = inputs[rank][own]
-                carrying_out.collective(algorithm, ALL_GATHER, rank, world_size)(flat, group, scratch)
+                live.collective(algorithm, ALL_GATHER, rank, world_size)(flat, group, scratch)
                 chunks = chunk_bounds(numel, world_size)
                 whole = torch.cat([inputs[r][slice(*bounds)] for r, bounds in enumerate(chunks)])
                 if not torch.equal(flat, whole):
                     problems.append(f"{algorithm} all-gather of {numel} {dtype}")
                 flat = inputs[rank].clone()
-                carrying_out.collective(algorithm, ALL_REDUCE, rank, world_size)(flat, group, scratch)
+                live.collective(algorithm, ALL_REDUCE, rank, world_size)(flat, group, scratch)
                 if not _near(flat, inputs):
                     problems.append(f"{algorithm} all-reduce of {numel} {dtype}")
     return problems
@@ -106,9 +106,7 @@ def check_prepared_again_and_again(rank: int, world_size: int) -> list[str]:
     flat = torch.empty(1000, dtype=torch.int64)
     scratch = torch.empty(scratch_numel(1000, world_size, 3), dtype=torch.int64)
     for algorithm in (RING, NATIVE) if flat.numel() % world_size == 0 else (RING,):
-        actions = {
-            kind: carrying_out.prepare(Selection(algorithm, kind, 3), flat, group, scratch) for kind in KINDS
-        }
+        actions = {kind: live.prepare(Selection(algorithm, kind, 3), flat, group, scratch) for kind in KINDS}
         for turn in range(20):
             flat.copy_(torch.arange(1000) * (rank + turn))
             if turn % 2:
@@ -159,7 +157,7 @@ def _check_halves(rank: int, world_size: int, algorithm: str) -> list[str]:
             needed = Selection(algorithm, REDUCE_SCATTER, pieces).scratch_numel(numel, world_size)
             flat, scratch = torch.empty(numel, dtype=dtype), torch.empty(needed, dtype=dtype)
             scatter, gather = (
-                carrying_out.prepare(Selection(algorithm, kind, pieces), flat, group, scratch)
+                live.prepare(Selection(algorithm, kind, pieces), flat, group, scratch)
                 for kind in (REDUCE_SCATTER, ALL_GATHER)
             )
             for turn in range(3):
@@ -186,7 +184,7 @@ def _check_hierarchical(
     own = slice(*bounds[owned_chunk(rank, world_size)])
     flat, scratch = torch.empty(numel, dtype=dtype), torch.empty(numel * 2 + 2, dtype=dtype)
     runs = {
-        kind: carrying_out.prepare(Selection(HIERARCHICAL, kind, pieces, hosts), flat, group, scratch)
+        kind: live.prepare(Selection(HIERARCHICAL, kind, pieces, hosts), flat, group, scratch)
         for kind in KINDS
     }
     flat.copy_(inputs[rank])

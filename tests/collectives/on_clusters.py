@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cluster import Cluster, Host
 from headway.collectives.dataflow import alone
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import Algorithms, Selection
 from headway.simulation.engine import play
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.simulation.building import OperationGraphBuilder
-from headway.simulation.operations import NO_RESOURCE, WHOLE, Resources
+from headway.simulation.building import NO_RESOURCE, WHOLE, OperationGraphBuilder, Resources
 
 
 class ClusterResources:

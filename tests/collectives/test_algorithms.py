@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.collectives import algorithms, carrying_out
+from headway.collectives import algorithms, live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, NATIVE, REDUCE_SCATTER, RING
 from headway.errors import PlanError
 
@@ -34,4 +34,4 @@ def test_unknown_names_are_refused(algorithm: str, kind: str) -> None:
     with pytest.raises(PlanError, match="no such collective"):
         algorithms.cost_name(algorithm, kind)
     with pytest.raises(PlanError, match="no such collective"):
-        carrying_out.collective(algorithm, kind, 0, 2)
+        live.collective(algorithm, kind, 0, 2)

@@ -22,9 +22,15 @@ from headway.collectives.algorithms import (
     TREE,
     program_of,
 )
-from headway.collectives.columns import _stacked, columns_of, piece_sizes, structure_of
-from headway.collectives.hosts import Hosts
-from headway.collectives.program import ProgramOf, piece_bounds
+from headway.collectives.hierarchical import Hosts
+from headway.collectives.program import (
+    ProgramOf,
+    _stacked,
+    columns_of,
+    piece_bounds,
+    piece_sizes,
+    structure_of,
+)
 from headway.simulation.engine import play
 
 KIND = st.sampled_from(KINDS)

@@ -12,7 +12,7 @@ from tests.collectives.on_clusters import cluster_of
 
 from headway.cluster import AlgorithmCost
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, DIRECT, REDUCE_SCATTER, RING
-from headway.collectives.direct import direct_all_gather, direct_reduce_scatter
+from headway.collectives.flat import direct_all_gather, direct_reduce_scatter
 from headway.collectives.selection import Selection
 from headway.errors import PlanError
 

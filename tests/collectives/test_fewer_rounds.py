@@ -14,7 +14,7 @@ from headway.collectives.algorithms import (
     TREE,
     sent_bytes,
 )
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 
 LARGE_BYTES = 64 * 2**20
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.interpreter import interpret
 
-from headway.collectives.gloo import gloo_all_gather, gloo_all_reduce
+from headway.collectives.flat import gloo_all_gather, gloo_all_reduce
 from headway.collectives.program import chunk_bounds
 
 SIZES = st.integers(1, 9)

@@ -10,11 +10,11 @@ from tests.collectives.on_clusters import cluster_of
 
 from headway.cluster import AlgorithmCost
 from headway.collectives.algorithms import ALL_GATHER, HALVING_DOUBLING, REDUCE_SCATTER, RING, sent_bytes
-from headway.collectives.halving_doubling import doubling_all_gather, halving_reduce_scatter
-from headway.collectives.hosts import Hosts
+from headway.collectives.flat import doubling_all_gather, halving_reduce_scatter
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import Algorithms, Selection
 from headway.errors import PlanError
-from headway.network.cost_fit import Measured, fit_cost, replayed_seconds
+from headway.network.collective_costs import Measured, fit_cost, replayed_seconds
 
 MIB = 2**20
 HALVES = (REDUCE_SCATTER, ALL_GATHER)

@@ -24,11 +24,11 @@ from headway.collectives.algorithms import (
 )
 from headway.collectives.algorithms import program_of as named
 from headway.collectives.hierarchical import (
+    Hosts,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
-from headway.collectives.hosts import Hosts
 from headway.collectives.program import chunk_bounds, owned_chunk, scratch_numel, scratch_numel_of
 from headway.collectives.selection import Algorithms, Selection
 from headway.errors import PlanError

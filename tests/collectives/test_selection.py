@@ -15,7 +15,7 @@ from headway.collectives.algorithms import (
     RING,
     sent_bytes,
 )
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import RINGS, Algorithms, Selection, SizeClass, native
 from headway.errors import PlanError
 

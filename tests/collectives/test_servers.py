@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.collectives.interpreter import interpret
 
 from headway.cluster import Cluster, Host
-from headway.collectives.columns import columns_of, message_bytes
 from headway.collectives.dataflow import alone
+from headway.collectives.program import columns_of, message_bytes
 from headway.collectives.servers import Serving, push_and_pull
 from headway.errors import PlanError
 from headway.simulation.engine import play

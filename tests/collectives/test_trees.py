@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.collectives.interpreter import check_halves
 
 from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, TREE, sent_bytes
-from headway.collectives.hosts import Hosts
+from headway.collectives.flat import has_rounds_to_save, tree_all_gather, tree_reduce_scatter
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import Selection
-from headway.collectives.trees import has_rounds_to_save, tree_all_gather, tree_reduce_scatter
 
 HALVES = (REDUCE_SCATTER, ALL_GATHER)
 

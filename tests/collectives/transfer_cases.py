@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.collectives import executor, live, transfers
+from headway.collectives import executor, live
 from headway.collectives.algorithms import KINDS, RING, program_of
+from headway.collectives.live import Transfer
 from headway.collectives.program import scratch_numel
-from headway.collectives.transfers import Transfer
 
 Message = tuple[bool, int, int, int, int]  # sends, peer, bytes, posted, done
 SHAPES = [(0, 1), (1, 2), (7, 3), (1001, 1), (1001, 2), (1200, 3)]
@@ -50,7 +50,7 @@ def _ring(kind: str, numel: int, pieces: int, group: dist.ProcessGroup) -> dict[
     _prepared(kind, unseen, pieces, group).run()
     prepared = _prepared(kind, seen, pieces, group)
     begin_ns = time.monotonic_ns()
-    with transfers.collected() as found:
+    with live.collected() as found:
         prepared.run(tag=3)
     end_ns = time.monotonic_ns()
     return {
@@ -71,22 +71,22 @@ def nobody_wants_them(rank: int, world_size: int) -> dict[str, Any]:
 
     prepared._execute = noted
     prepared.run()
-    with transfers.collected():
+    with live.collected():
         prepared.run()
     prepared.run()
-    return {"lengths": [len(times) for times in returned], "wanted": transfers.wanted() is not None}
+    return {"lengths": [len(times) for times in returned], "wanted": live.wanted() is not None}
 
 
 def inside_each_other(rank: int, world_size: int) -> dict[str, list[int]]:
     """Who collects inside of another block has what runs there, and the outer has the rest; also where it fails."""
     group = _group(list(range(world_size)))
     small, large = (_prepared("all_gather", torch.ones(world_size * n), 1, group) for n in (1, 2))
-    with transfers.collected() as outer:
+    with live.collected() as outer:
         small.run()
-        with transfers.collected() as inner:
+        with live.collected() as inner:
             large.run()
         try:
-            with transfers.collected() as failed:
+            with live.collected() as failed:
                 small.run()
                 raise ValueError
         except ValueError:
@@ -109,9 +109,9 @@ def concurrent(rank: int, world_size: int) -> list[list[int]]:
         for _ in range(20):
             if number == 2:
                 prepared.run()
-                seen[number] += [one.size_bytes for one in transfers.wanted() or ()]
+                seen[number] += [one.size_bytes for one in live.wanted() or ()]
                 continue
-            with transfers.collected() as found:
+            with live.collected() as found:
                 prepared.run()
             seen[number] += [one.size_bytes for one in found]
 
@@ -129,7 +129,7 @@ def subgroups(rank: int, world_size: int) -> list[Message]:
     groups = [_group(half) for half in halves]
     seconds = [_group(half) for half in halves]
     own = rank % 2
-    with transfers.collected() as found:
+    with live.collected() as found:
         _prepared("all_reduce", torch.ones(8), 1, groups[own], seconds[own]).run()
     return _plain(found)
 
@@ -141,7 +141,7 @@ def a_peer_is_gone(rank: int, world_size: int) -> dict[str, Any]:
     prepared.run()
     if rank == world_size - 1:
         return {}
-    with transfers.collected() as found:
+    with live.collected() as found:
         try:
             prepared.run()
         except RuntimeError as error:

@@ -21,8 +21,7 @@ from headway.report.groups_picture import MARGIN, WIDTH, groups_picture
 from headway.report.page import render_html
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.folder import load_trace, write_trace
-from headway.trace.format import ClockFit, Trace
-from headway.trace.rounds import AveragingRound, RankRounds
+from headway.trace.format import AveragingRound, ClockFit, RankRounds, Trace
 
 MS = 1_000_000
 STEP_MS = 20

@@ -11,13 +11,11 @@ from tests.synthetic import MS, SyntheticJob, synthetic_trace, trace_of, with_ra
 
 from headway import files
 from headway.diagnosis import Diagnosis, diagnose
-from headway.diagnosis.breakdown import mean_breakdown
+from headway.diagnosis.breakdown import mean_breakdown, rank_time
 from headway.diagnosis.buckets import exposed_ns
 from headway.diagnosis.communication import match
-from headway.diagnosis.details import Details
-from headway.diagnosis.identity import contention
-from headway.diagnosis.side_by_side import side_by_side
-from headway.diagnosis.timeline import rank_time
+from headway.diagnosis.comparison import side_by_side
+from headway.diagnosis.details import Details, contention
 from headway.model import ModelSpec, ModuleMemory, ParameterSpec, PassMemory
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace

@@ -9,10 +9,9 @@ import pytest
 from tests.diagnosis.truth import JOB, found_in, only_finding, planted_ms, standing
 from tests.synthetic import MS, Extra, SyntheticJob, synthetic_trace
 
+from headway.diagnosis.breakdown import rank_time
 from headway.diagnosis.communication import match
-from headway.diagnosis.imbalance import is_moving
-from headway.diagnosis.stragglers import Blame
-from headway.diagnosis.timeline import rank_time
+from headway.diagnosis.stragglers import Blame, is_moving
 
 SIZES = [2, 3, 4, 8]
 

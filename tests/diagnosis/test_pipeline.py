@@ -9,8 +9,7 @@ from tests.models import layered_model
 
 from headway.diagnosis.pipeline import pipeline_findings
 from headway.scheduling.pipeline.orders import grouped, one_forward_one_backward
-from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
-from headway.scheduling.pipeline.timing import times_without_messages
+from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule, times_without_messages
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Manifest, RankInfo, Trace
 

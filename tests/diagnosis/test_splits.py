@@ -7,8 +7,7 @@ from dataclasses import replace
 from tests.diagnosis.test_pipeline import a_trace
 from tests.strategies.pipeline.test_stage_links import a_stage
 
-from headway.diagnosis.pipeline import pipeline_findings
-from headway.diagnosis.splits import split_advice
+from headway.diagnosis.pipeline import pipeline_findings, split_advice
 from headway.scheduling.pipeline.orders import one_forward_one_backward
 from headway.scheduling.pipeline.schedule import Action, Pass
 from headway.trace.events import Events

@@ -10,9 +10,9 @@ from tests.diagnosis.truth import found_in, standing
 from tests.synthetic import Extra, SyntheticJob, synthetic_trace
 
 from headway.diagnosis import Diagnosis, diagnose
+from headway.diagnosis.breakdown import rank_time
 from headway.diagnosis.communication import match
 from headway.diagnosis.stragglers import blames
-from headway.diagnosis.timeline import rank_time
 
 EXACT = SyntheticJob(world_size=2, steps=10, bucket_bytes=(4,), latency_ms=0.0)
 

@@ -15,16 +15,16 @@ SPIN_CYCLES = 2_000_000  # about a millisecond
 
 def slow_down() -> None:
     """Let a kernel spin on the stream of every native collective, before and behind it."""
-    from headway.collectives import native
+    from headway.collectives import live
 
-    for kind, collective in list(native.COLLECTIVES.items()):
+    for kind, collective in list(live.COLLECTIVES.items()):
 
         def slowed(flat: Any, group: Any, scratch: Any, collective: Any = collective) -> None:
             torch.cuda._sleep(SPIN_CYCLES)
             collective(flat, group, scratch)
             torch.cuda._sleep(SPIN_CYCLES)
 
-        native.COLLECTIVES[kind] = slowed
+        live.COLLECTIVES[kind] = slowed
 
 
 _wrap = job.wrap

@@ -11,11 +11,11 @@ from tests.graph.pairing import PairedTraining, step_ends_ns
 
 from headway.graph.deciding import Decision
 from headway.graph.throughput import steps_finished, steps_per_s
-from headway.simulation import compiled, engine, kernel
+from headway.simulation import engine, kernel
 from headway.simulation.deciding import DeadlockError
 
 PLAYERS = pytest.mark.parametrize(
-    "simulate", [kernel.simulate, compiled._compiled()], ids=["plain", "compiled"]
+    "simulate", [kernel.simulate, engine._compiled()], ids=["plain", "compiled"]
 )
 
 

@@ -5,7 +5,7 @@ from tests.planning.jobs import layered_job
 from tests.synthetic import MS, SyntheticJob, synthetic_trace
 
 from headway.graph.recorded import timelines_of
-from headway.graph.step_profile import profile_of
+from headway.graph.step_layout import profile_of
 from headway.graph.timeline import Item, Part, Point, Timeline
 
 

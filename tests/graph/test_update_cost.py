@@ -5,7 +5,7 @@ from tests.synthetic import SyntheticJob, events_of, trace_of
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL
 from headway.graph.recorded import timelines_of
-from headway.graph.update_cost import UpdateCost, update_cost
+from headway.graph.step_layout import UpdateCost, update_cost
 from headway.network.fit import cluster_from_trace
 from headway.trace.events import Event, Kind, Stream
 

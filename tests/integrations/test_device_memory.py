@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.integrations import device_memory
-from headway.integrations.device_memory import memory_bytes
+from headway.integrations import pipeline_injection
+from headway.integrations.pipeline_injection import memory_bytes
 
 
 @pytest.mark.parametrize(("limit", "is_limit"), [("max", False), (str(2**20), True), (str(2**60), False)])
 def test_of_a_host_its_own_or_what_its_control_group_permits(
     limit: str, is_limit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_memory, "_GROUP_LIMIT", tmp_path / "limit")
+    monkeypatch.setattr(pipeline_injection, "_GROUP_LIMIT", tmp_path / "limit")
     whole = memory_bytes(torch.device("cpu"))
     assert whole is not None
     assert whole > 2**28

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from headway import torch_private
-from headway.integrations import measured
+from headway.integrations import recorded
 
 RANKS = 3
 
@@ -20,7 +20,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, wanted: list[bool]) -> list[bool]:
     monkeypatch.setattr(torch_private, "default_store", lambda: store)
     monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
     with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(lambda own: measured._all_come("key", wanted=own), wanted))
+        return list(pool.map(lambda own: recorded._all_come("key", wanted=own), wanted))
 
 
 def test_all_measure_where_all_want_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +33,6 @@ def test_nobody_measures_where_one_does_not_want_to(monkeypatch: pytest.MonkeyPa
 
 
 def test_nobody_measures_where_one_does_not_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "MEASURING_PATIENCE_S", 0.2)
+    monkeypatch.setattr(recorded, "MEASURING_PATIENCE_S", 0.2)
     assert answers(monkeypatch, [True] * (RANKS - 1)) == [False] * (RANKS - 1)
     assert answers(monkeypatch, [True] * RANKS) == [True] * RANKS

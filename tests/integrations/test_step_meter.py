@@ -14,7 +14,7 @@ from headway.integrations import planned, reports
 from headway.integrations.planned import StepMeter
 from headway.integrations.reports import Report, read_reports
 from headway.integrations.short_runs import WARM_UP_STEPS
-from headway.torch_private.step_hooks import StepHook, after_every_step
+from headway.torch_private.optimizers import StepHook, after_every_step
 
 
 class Job:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.integrations.torchrun import stated_world_size
+from headway.integrations.launch import stated_world_size
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.lab import cgroups
-from headway.lab.cgroups import NotPermittedError, Parent, Quotas, find_parent, quota_us
+from headway.lab import slow
+from headway.lab.slow import NotPermittedError, Parent, Quotas, find_parent, quota_us
 
 Proc = Callable[..., Path]
 
@@ -74,7 +74,7 @@ def test_a_quota_is_the_share_of_its_period_and_within_the_kernels_bounds(share:
     quota, period = quota_us(share)
     assert quota / period == pytest.approx(share, rel=0.01)
     assert 1_000 <= quota <= period <= 1_000_000
-    assert period == cgroups.PERIOD_US or share < 0.05
+    assert period == slow.PERIOD_US or share < 0.05
 
 
 def test_version_2_is_written_as_the_kernel_reads_it(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_groups_that_cannot_be_made_are_not_permitted(tmp_path: Path) -> None:
 def test_a_group_in_use_stays_and_its_processes_are_known(tmp_path: Path) -> None:
     path = tmp_path / "headway-lab-7"
     (group(path / "rank0") / "cgroup.procs").write_text("12\n0\n34\n")
-    assert cgroups.members(path) == {12, 34}
-    assert not cgroups.remove(path, patience_s=0.0)
-    assert cgroups.members(tmp_path / "gone") == set()
-    assert cgroups.remove(tmp_path / "gone")
+    assert slow.members(path) == {12, 34}
+    assert not slow.remove(path, patience_s=0.0)
+    assert slow.members(tmp_path / "gone") == set()
+    assert slow.remove(tmp_path / "gone")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from headway.lab.environment import rank_environments
+from headway.lab.session import rank_environments
 from headway.lab.spec import LabSpec, parse_spec
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from headway.errors import LabError
-from headway.lab.flags import override, parse_event, parse_pairs
-from headway.lab.spec import LabSpec, parse_spec
+from headway.lab.spec import LabSpec, override, parse_event, parse_pairs, parse_spec
 
 
 @pytest.mark.parametrize(

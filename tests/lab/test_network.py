@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from headway.lab.events import MAX_RATE_GBPS, MIN_RATE_GBPS
 from headway.lab.network import (
     BURST_BYTES,
     QUEUE_LEAST_BYTES,
@@ -11,7 +10,7 @@ from headway.lab.network import (
     bucket,
     packet_bytes,
 )
-from headway.lab.spec import MAX_HOSTS
+from headway.lab.spec import MAX_HOSTS, MAX_RATE_GBPS, MIN_RATE_GBPS
 
 
 @pytest.mark.parametrize("rate_gbps", [MIN_RATE_GBPS, 0.08, 1.0, MAX_RATE_GBPS])

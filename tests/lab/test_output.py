@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.lab.output import LONGEST_LINE_BYTES, Lines, printer
+from headway.lab.session import LONGEST_LINE_BYTES, Lines, printer
 
 
 def test_lines_are_whole_whatever_the_pieces() -> None:

@@ -5,28 +5,27 @@ from pathlib import Path
 import pytest
 
 from headway.errors import LabError
-from headway.lab import cgroups, slow
-from headway.lab.flags import parse_event
-from headway.lab.spec import LabSpec, parse_spec
+from headway.lab import slow
+from headway.lab.spec import LabSpec, parse_event, parse_spec
 
 SLOW = {0: 0.5, 1: 1.0}
-PARENT = cgroups.Parent(Path("/groups"), 2, is_own=False)
+PARENT = slow.Parent(Path("/groups"), 2, is_own=False)
 
 
 @pytest.fixture(params=[True, False])
 def permitted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    def find_parent() -> cgroups.Parent:
+    def find_parent() -> slow.Parent:
         if request.param:
             return PARENT
-        raise cgroups.NotPermittedError("no groups")
+        raise slow.NotPermittedError("no groups")
 
-    monkeypatch.setattr(cgroups, "find_parent", find_parent)
+    monkeypatch.setattr(slow, "find_parent", find_parent)
     return bool(request.param)
 
 
 def test_auto_prefers_quotas_where_they_are_permitted(permitted: bool) -> None:
     quotas, why = slow.choose(LabSpec(slow=SLOW), "lab-1")
-    expected = cgroups.Quotas.within(PARENT, "lab-1") if permitted else None
+    expected = slow.Quotas.within(PARENT, "lab-1") if permitted else None
     assert (quotas, why) == (expected, "" if permitted else "no groups")
     assert ("(cgroup v2)" if permitted else "(no CPU quota: no groups)") in slow.announcement(quotas, why)
 

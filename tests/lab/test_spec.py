@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from headway.errors import LabError
-from headway.lab.events import Kill, LinkChange, SlowChange, TrafficStart
-from headway.lab.spec import LabSpec, load_spec, parse_spec
+from headway.lab.spec import Kill, LabSpec, LinkChange, SlowChange, TrafficStart, load_spec, parse_spec
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "lab"
 

@@ -6,8 +6,13 @@ from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives.dataflow import repeated
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
 from headway.collectives.servers import push_and_pull
-from headway.network.collective_costs import seconds_alone
-from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost, replayed_seconds
+from headway.network.collective_costs import (
+    Measured,
+    as_fast_as_seen,
+    fit_cost,
+    replayed_seconds,
+    seconds_alone,
+)
 from headway.simulation.engine import play
 
 SIZES_BYTES = (4096, 65_536, 262_144, 1_048_576, 4_194_304)

@@ -12,7 +12,7 @@ import torch
 from tests import limits
 
 from headway import torch_private
-from headway.memory.operators import inner_bytes
+from headway.memory.pass_watch import inner_bytes
 
 CONVOLUTION, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 OPTIONS = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from headway.models.bert import bert_base
-from headway.models.resnet import resnet50
+from headway.models.convolutional import resnet50
+from headway.models.transformer import bert_base
 from headway.prediction.memory import on_fake_tensors, pass_memory_of
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headway.models.catalogue import MODELS
-from headway.models.inception import inception_v4
-from headway.models.resnet import resnet50
+from headway.models.convolutional import inception_v4, resnet50
 from headway.models.roofline import RTX_2080_TI, Device, layer_times, step_s
 from headway.models.table import LayerTable, Work
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headway.models.catalogue import MODELS
-from headway.models.inception import inception_v4
+from headway.models.convolutional import inception_v4
 from headway.models.table import LayerTable, Work
 
 # Modules that own parameters, tensors, scalars: as counted from the published models (field notes of the project).

@@ -5,7 +5,7 @@ from tests import workers
 
 from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL, NATIVE, RING, TREE
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.network.collective_costs import CANDIDATES, SHORT
 
 

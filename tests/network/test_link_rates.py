@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.network.link_rates import attributed, link_rates
+from headway.network.fit import attributed, link_rates
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 6])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from headway.network.message_fit import _alone, _Flight
+from headway.network.fit import _alone, _Flight
 
 
 def test_messages_alone_on_their_links_are_those_that_meet_no_other() -> None:

@@ -13,14 +13,13 @@ from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
 from headway.errors import UserError
-from headway.optimization import replaying
 from headway.optimization.candidate import Candidate
 from headway.optimization.result import SearchResult
-from headway.optimization.search import search
-from headway.planning import time_limit
+from headway.optimization.search import Asked, replay_all, search
 from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
 from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.time_limit import TimeLimit, limited
 
 MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -108,16 +107,16 @@ def test_strategies_take_turns() -> None:
         return candidate
 
     every = search(replayer_of(), prune=False).candidates
-    asked = [replaying.Asked(each.strategy, each.schedule, partial(noted, each)) for each in every]
-    found = replaying.replay_all(asked, time_limit.TimeLimit())
+    asked = [Asked(each.strategy, each.schedule, partial(noted, each)) for each in every]
+    found = replay_all(asked, TimeLimit())
     assert found.candidates == every
     assert [set(told[:2]), set(told[2:4])] == [{"ddp", "decoupled"}] * 2
 
 
 def test_the_planner_stops_when_time_is_up() -> None:
     one = replayer_of()
-    limit = time_limit.TimeLimit.of(0.0)
-    with time_limit.limited(limit):
+    limit = TimeLimit.of(0.0)
+    with limited(limit):
         short = plan(one.job)
     assert limit.cut_short
     assert short.schedules

@@ -8,17 +8,14 @@ import pytest
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
-from headway.cli.optimize_answer import WITHIN, doubts_of
+from headway.cli.optimize import WITHIN, doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.job import Job
-from headway.optimization.asking import _changes
-from headway.optimization.candidate import UNCHANGED, Candidate, is_better
+from headway.optimization.candidate import UNCHANGED, Candidate, is_better, needed_bytes
 from headway.optimization.explanation import explain
-from headway.optimization.memory_limit import needed_bytes
-from headway.optimization.plan_writing import plan_of
-from headway.optimization.ranking import best_first, best_to_take
-from headway.optimization.search import candidate_strategies, search
+from headway.optimization.result import best_first, best_to_take, plan_of
+from headway.optimization.search import _changes, candidate_strategies, search
 from headway.plan import Plan
 from headway.planning.bound import bound_of
 from headway.planning.planner import plan

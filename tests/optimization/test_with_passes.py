@@ -13,15 +13,15 @@ from headway.errors import UnsupportedError
 from headway.graph.timeline import Part
 from headway.job import Job, MeasuredEffect
 from headway.optimization import with_passes as module
-from headway.optimization.memory_limit import needed_bytes
-from headway.optimization.plan_writing import plan_of
+from headway.optimization.candidate import needed_bytes
+from headway.optimization.result import plan_of
 from headway.optimization.search import search
 from headway.passes.base import Pass
 from headway.passes.precision import Precision
-from headway.planning.time_limit import TimeLimit, limited
 from headway.plugins import WARNED_VARIABLE
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
+from headway.time_limit import TimeLimit, limited
 
 
 class _Made(Pass):

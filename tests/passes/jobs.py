@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.cluster import Cluster, Host
 from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.graph.timeline import Timeline
 from headway.job import Job
 from headway.memory.pass_watch import PassMemoryWatch

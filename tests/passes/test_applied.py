@@ -11,9 +11,9 @@ from torch import nn
 from headway.errors import PluginError
 from headway.ext.testing import check_pass
 from headway.passes.accumulate import Accumulate
-from headway.passes.applied import applied_to, apply_all
 from headway.passes.base import Pass
 from headway.passes.optimizer import OptimizerImplementation
+from headway.passes.other_forward import applied_to, apply_all
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
 

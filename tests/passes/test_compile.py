@@ -18,8 +18,7 @@ from headway.errors import UnsupportedError, UserError
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.measuring.compiling import main, repeated_modules
-from headway.passes.compile import Compile
-from headway.passes.compiled_times import as_single_graphs
+from headway.passes.compile import Compile, as_single_graphs
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
 from headway.replayer.simulate import simulate
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.fixture(autouse=True)
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are cut and differentiated as ever, and run by torch's own operators."""
-    monkeypatch.setattr("headway.passes.compiled_modules.BACKEND", "aot_eager")
+    monkeypatch.setattr("headway.passes.compile.BACKEND", "aot_eager")
     torch._dynamo.reset()
 
 

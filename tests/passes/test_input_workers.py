@@ -19,8 +19,8 @@ from headway.graph.timeline import Item, Part, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.measuring.loading import main
 from headway.model import PassMemory
-from headway.passes import loader_workers
-from headway.passes.computation import with_timelines
+from headway.passes import input_workers
+from headway.passes.base import with_timelines
 from headway.passes.input_workers import InputWorkers
 from headway.replayer.simulate import simulate
 
@@ -97,7 +97,7 @@ def loaders() -> Iterator[None]:
     original: Any = DataLoader.__iter__
     yield
     DataLoader.__iter__ = original  # type: ignore[method-assign]
-    loader_workers._in_force = None
+    input_workers._in_force = None
 
 
 @pytest.mark.usefixtures("loaders")

@@ -12,8 +12,7 @@ from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.disturbance import play_disturbed
-from headway.graph.step_layout import lay_out_ranks
-from headway.graph.step_profile import LayerTimes, StepProfile
+from headway.graph.step_layout import LayerTimes, StepProfile, lay_out_ranks
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule

@@ -15,7 +15,7 @@ from headway.scheduling.buckets import (
     forward_gather_order,
     make_buckets,
 )
-from headway.scheduling.partition import cut
+from headway.scheduling.fusion import cut
 from headway.strategies.decoupled.plugin import CAPS_BYTES
 from headway.strategies.decoupled.policy import DecoupledStrategy, strategy_of
 

@@ -9,7 +9,7 @@ from tests.prediction.test_workload import tied_workload
 
 from headway.cluster import Cluster, Host
 from headway.errors import PluginError, UserError
-from headway.graph.step_profile import LayerTimes
+from headway.graph.step_layout import LayerTimes
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.passes.base import Pass

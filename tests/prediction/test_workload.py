@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from headway.errors import UserError
-from headway.graph.step_profile import LayerTimes
+from headway.graph.step_layout import LayerTimes
 from headway.graph.timeline import Part, Point
 from headway.model import ModelSpec, ParameterSpec
-from headway.models.bert import bert_large
 from headway.models.catalogue import MODELS
-from headway.models.resnet import resnet50
+from headway.models.convolutional import resnet50
 from headway.models.roofline import DEVICES
 from headway.models.table import LayerTable
+from headway.models.transformer import bert_large
 from headway.prediction.optimizers import OPTIMIZERS
 from headway.prediction.workload import Workload, workload_of_table
 

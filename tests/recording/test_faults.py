@@ -18,20 +18,17 @@ import headway
 from headway import torch_private
 from headway.errors import HeadwayError
 from headway.memory.pass_watch import Allocations, PassMemoryWatch
-from headway.recording import collectives, layer, modules
+from headway.recording import collectives, modules, patching
 from headway.recording.chains import ChainWatch, _Look
 from headway.recording.collectives import CollectiveTap
 from headway.recording.connections import ConnectionWatch
-from headway.recording.inputs import InputWatch
-from headway.recording.looks import LookWatch
+from headway.recording.grad_access import LookWatch, ReadWatch
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch
 from headway.recording.modules import ModuleWatch
-from headway.recording.pauses import PauseWatch
-from headway.recording.reads import ReadWatch
 from headway.recording.recorder import Recorder
 from headway.recording.step_clock import StepClock
-from headway.recording.updates import UpdateWatch
+from headway.recording.watches import InputWatch, PauseWatch, UpdateWatch
 
 STEPS, FIRST, STOP = 7, 2, 6
 
@@ -161,7 +158,7 @@ def test_a_function_that_is_observed_does_what_it_does(when: str, capsys: pytest
             if when == "after":
                 raise LookupError("observer")
 
-    take_off = layer.lay_over(Owner, "act", observe)
+    take_off = patching.lay_over(Owner, "act", observe)
     assert Owner.act(3) == 6
     with pytest.raises(ValueError, match="the job's own"):
         Owner.act(-1)
@@ -177,6 +174,6 @@ def test_an_interrupt_in_an_observer_is_the_jobs() -> None:
     class Owner:
         act = staticmethod(lambda: 1)
 
-    layer.lay_over(Owner, "act", observe)
+    patching.lay_over(Owner, "act", observe)
     with pytest.raises(KeyboardInterrupt):
         Owner.act()

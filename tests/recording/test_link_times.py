@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from headway.recording import link_times
+from headway.recording import pipelines
 from headway.recording.chains import ChainWatch
-from headway.recording.link_times import LinkTimes
+from headway.recording.pipelines import LinkTimes
 
 
 class Clock:
@@ -48,7 +48,7 @@ class Slow(nn.Module):
 
 def test_passes_are_divided_among_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(link_times, "time", clock)
+    monkeypatch.setattr(pipelines, "time", clock)
     stage = nn.Sequential(Slow(clock, 5), Slow(clock, 7), nn.Tanh(), Slow(clock, 1))
     given = torch.ones(2, 3, requires_grad=True)
     watch = ChainWatch()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.recording.looks import LookWatch
+from headway.recording.grad_access import LookWatch
 from headway.strategies.decoupled import deferred
 from headway.strategies.live.reads import install
 

@@ -10,15 +10,14 @@ import pytest
 from tests.synthetic import MS, SyntheticJob, events_of, synthetic_trace, trace_of
 
 from headway.cluster import Cluster, Host
-from headway.collectives.transfers import Transfer
+from headway.collectives.live import Transfer
 from headway.diagnosis.communication import Communications, match
 from headway.diagnosis.diagnosis import Diagnosis, diagnose
 from headway.diagnosis.links import Link
 from headway.recording.connections import Use
 from headway.recording.derive import StrategySpan, link_rows, transfer_rows
-from headway.trace.events import Event, Events, Kind, Stream
+from headway.trace.events import Event, Events, Kind, Stream, inner_messages
 from headway.trace.format import Trace
-from headway.trace.messages import inner_messages
 
 JOB = SyntheticJob(world_size=3, steps=4, slow={(1, "backward"): 30.0}, blocking_loss=True, gbps=1.0)
 HERE, THERE, ELSEWHERE = ("10.0.0.1", 1000), ("10.0.0.2", 2000), ("10.0.0.3", 3000)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from headway.recording.modules import ModuleWatch
-from headway.recording.now import Now
+from headway.recording.patching import Now
 from headway.trace.events import Kind
 
 # What works in place puts out what it was given, and counts with what comes before it.

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.recording import pauses
-from headway.recording.pauses import CHECKPOINT, COLLECTION, PauseWatch
+from headway.recording import watches
+from headway.recording.watches import CHECKPOINT, COLLECTION, PauseWatch
 from headway.trace.events import Kind
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,7 +27,7 @@ Told = list[tuple[str, str, int, int]]
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     """What the watch told of; the shortest counts too. Nothing is collected but by the tests."""
-    monkeypatch.setattr(pauses, "LEAST_NS", 0)
+    monkeypatch.setattr(watches, "LEAST_NS", 0)
     gc.disable()
     yield []
     gc.enable()
@@ -76,7 +76,7 @@ def test_saving_is_a_pause_and_saves(watch: PauseWatch, told: Told) -> None:
 
 
 def test_what_is_short_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pauses, "LEAST_NS", 60 * 10**9)
+    monkeypatch.setattr(watches, "LEAST_NS", 60 * 10**9)
     told: Told = []
     watch = PauseWatch(lambda *row: told.append(row))
     watch.attach()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from headway.recording.updates import UpdateWatch
+from headway.recording.watches import UpdateWatch
 
 SGD: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
 LBFGS: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.LBFGS(parameters, max_iter=3)  # noqa: E731

@@ -17,8 +17,8 @@ from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import Chain, ChainLink
 from headway.optimization.explanation import explain
-from headway.optimization.plan_writing import plan_of
 from headway.optimization.recut import recuts
+from headway.optimization.result import plan_of
 from headway.optimization.search import search
 from headway.planning.stage_split import Split
 from headway.replayer.cut_recording import CutRecording, why_not_cut

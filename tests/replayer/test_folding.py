@@ -19,7 +19,7 @@ from headway.collectives.algorithms import (
     TREE,
     program_of,
 )
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.replayer.folding import period_of
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf

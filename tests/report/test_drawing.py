@@ -11,9 +11,17 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.diagnosis import diagnose
 from headway.diagnosis.findings import Finding
-from headway.report.boxes import COMMUNICATION, COMPUTE, OPERATORS
-from headway.report.choice import MAX_RANKS, blamed_ranks, interesting_ranks
-from headway.report.drawing import MAX_BOXES, Drawing, draw
+from headway.report.drawing import (
+    COMMUNICATION,
+    COMPUTE,
+    MAX_BOXES,
+    MAX_RANKS,
+    OPERATORS,
+    Drawing,
+    blamed_ranks,
+    draw,
+    interesting_ranks,
+)
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 

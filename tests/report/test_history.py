@@ -9,8 +9,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from headway.diagnosis import diagnose
 from headway.diagnosis.breakdown import PARTS
 from headway.diagnosis.communication import match
-from headway.report.history import MAX_BARS, MAX_OUTLIERS, History, history, rank_times
-from headway.report.history_chart import top_ms
+from headway.report.history import MAX_BARS, MAX_OUTLIERS, History, history, rank_times, top_ms
 
 
 def history_of(job: SyntheticJob, max_bars: int = MAX_BARS) -> History:

@@ -7,9 +7,17 @@ from itertools import pairwise
 import pytest
 
 from headway.diagnosis.breakdown import Breakdown
-from headway.report.boxes import COMMUNICATION, COMPUTE, OPERATORS, Box
-from headway.report.layout import PITCH, Layout
-from headway.report.ranks import ALL_SHOWN, SHOWN_FIRST, rank_views, split_by_interest
+from headway.report.drawing import (
+    ALL_SHOWN,
+    COMMUNICATION,
+    COMPUTE,
+    OPERATORS,
+    SHOWN_FIRST,
+    Box,
+    rank_views,
+    split_by_interest,
+)
+from headway.report.timeline import PITCH, Layout
 
 
 def box(row: str, lane: int = 0) -> Box:

@@ -15,8 +15,8 @@ from headway.diagnosis import Diagnosis, diagnose
 from headway.diagnosis.breakdown import PARTS
 from headway.diagnosis.comparison import compare
 from headway.diagnosis.findings import Finding
-from headway.report.markdown import MAX_MARKDOWN_RANKS, markdown
-from headway.report.palette import PART_LABELS
+from headway.report.text import MAX_MARKDOWN_RANKS, markdown
+from headway.report.words import PART_LABELS
 
 JOB = SyntheticJob(slow={(2, "backward"): 15.0})
 OURS = {"p", "strong", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}

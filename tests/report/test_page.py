@@ -24,8 +24,8 @@ from headway.diagnosis.comparison import compare
 from headway.diagnosis.findings import Finding
 from headway.errors import UserError
 from headway.report import decisions, templates
-from headway.report.choice import blamed_ranks
 from headway.report.comparison_view import Baseline
+from headway.report.drawing import blamed_ranks
 from headway.report.page import SCRIPTS, render_html, write_html
 from headway.trace.format import Trace
 

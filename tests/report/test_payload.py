@@ -11,11 +11,10 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.diagnosis import diagnose
 from headway.diagnosis.communication import match
-from headway.report import payload, templates, words
-from headway.report.drawing import Drawing, draw
+from headway.report import templates, timeline, words
+from headway.report.drawing import Drawing, RankView, draw
 from headway.report.history import history, rank_times
-from headway.report.layout import Layout
-from headway.report.ranks import RankView
+from headway.report.timeline import Layout
 from headway.trace.format import Trace
 
 NAMES = ("</script><b>", "a\x00b\u2028", "\ud800half", "\u202eright to left", "y" * 100_000)
@@ -28,7 +27,7 @@ def drawing_of(job: SyntheticJob) -> tuple[Trace, Drawing]:
 
 def test_columns_hold_each_text_once() -> None:
     _, drawing = drawing_of(SyntheticJob(modules=NAMES, steps=10))
-    columns, tables = payload.columns(drawing, Layout(drawing.ranks, drawing.lanes))
+    columns, tables = timeline.timeline_columns(drawing, Layout(drawing.ranks, drawing.lanes))
     assert {len(column) for column in columns.values()} == {len(drawing.boxes)}
     assert all(isinstance(column, np.ndarray) and column.dtype != object for column in columns.values())
     assert len(tables["name"]) == len(set(tables["name"])) <= len(NAMES) + 4
@@ -39,10 +38,10 @@ def test_columns_hold_each_text_once() -> None:
 
 def test_the_data_is_plain_ascii_and_cannot_end_its_element() -> None:
     trace, drawing = drawing_of(SyntheticJob(modules=NAMES, steps=10))
-    _, tables = payload.columns(drawing, Layout(drawing.ranks, drawing.lanes))
+    _, tables = timeline.timeline_columns(drawing, Layout(drawing.ranks, drawing.lanes))
     past = history(rank_times(trace, trace.steps, match(trace)), trace.steps)
     view = RankView("All", drawing.ranks)
-    data = payload.page_data(drawing, tables, past, (view,), Layout(drawing.ranks, drawing.lanes))
+    data = timeline.page_data(drawing, tables, past, (view,), Layout(drawing.ranks, drawing.lanes))
     text = templates.script_json(data)
     assert text.isascii()
     assert not set("<>&") & set(text)
@@ -57,9 +56,9 @@ def test_bars_know_which_drawn_steps_they_stand_for() -> None:
     trace = synthetic_trace(SyntheticJob(steps=40))
     found = diagnose(trace)
     drawing = draw(trace, found, 500)
-    _, tables = payload.columns(drawing, Layout(drawing.ranks, drawing.lanes))
+    _, tables = timeline.timeline_columns(drawing, Layout(drawing.ranks, drawing.lanes))
     past = history(rank_times(trace, trace.steps, match(trace)), trace.steps, max_bars=10)
-    data = payload.page_data(drawing, tables, past, (), Layout(drawing.ranks, drawing.lanes))
+    data = timeline.page_data(drawing, tables, past, (), Layout(drawing.ranks, drawing.lanes))
     numbers = [step for step, _, _ in drawing.steps]
     for bar, (_, _, low, high) in zip(past.bars, data["bars"], strict=True):
         first, last = bar.of_steps
@@ -68,7 +67,7 @@ def test_bars_know_which_drawn_steps_they_stand_for() -> None:
 
 def test_a_drawing_without_length_can_be_viewed() -> None:
     _, drawing = drawing_of(SyntheticJob(steps=2))
-    start, end = payload.opening_view(replace(drawing, view_ms=(0.0, 0.0), length_ms=0.0))
+    start, end = timeline.opening_view(replace(drawing, view_ms=(0.0, 0.0), length_ms=0.0))
     assert start < end
 
 

@@ -8,12 +8,11 @@ from xml.etree import ElementTree
 from tests.synthetic import SyntheticJob, synthetic_trace, trace_of
 
 from headway.diagnosis import diagnose
-from headway.report import palette
+from headway.report import words
 from headway.report.page import render_html
 from headway.report.pipeline_picture import MARGIN, WIDTH, cells_of, pipeline_picture
 from headway.scheduling.pipeline.orders import one_forward_one_backward, zero_bubble
-from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule
-from headway.scheduling.pipeline.timing import ideal_times
+from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, ideal_times
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace
 
@@ -73,9 +72,9 @@ def test_halves_of_backwards_are_told_apart() -> None:
     )
     found = [(cell.what, cell.number) for cell in cells_of(2, rows)]
     names = {
-        Pass.FORWARD: palette.FORWARD_PASS,
-        Pass.INPUT_GRADIENT: palette.INPUT_GRADIENT,
-        Pass.WEIGHT_GRADIENT: palette.WEIGHT_GRADIENT,
+        Pass.FORWARD: words.FORWARD_PASS,
+        Pass.INPUT_GRADIENT: words.INPUT_GRADIENT,
+        Pass.WEIGHT_GRADIENT: words.WEIGHT_GRADIENT,
     }
     assert found == [(names[each.kind], str(each.micro_batch)) for each in zero_bubble(3, 6).ranks[2]]
 

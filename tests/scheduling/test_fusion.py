@@ -13,7 +13,7 @@ from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, joined, make_buckets, whole
-from headway.scheduling.partition import Groups, cut, fill, size_bytes
+from headway.scheduling.fusion import Groups, cut, fill, size_bytes
 
 MIB = 2**20
 

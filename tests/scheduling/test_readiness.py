@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from tests.models import layered_model
 
-from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
-from headway.scheduling.readiness import BucketReadiness
+from headway.scheduling.buckets import BucketReadiness, BucketSchedule, make_buckets, whole
 
 
 def test_a_full_bucket_waits_for_those_before_it() -> None:

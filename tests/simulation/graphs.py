@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.simulation.building import OperationGraphBuilder
-from headway.simulation.operations import WHOLE, OperationGraph, Resources
+from headway.simulation.building import WHOLE, OperationGraph, OperationGraphBuilder, Resources
 
 
 @dataclass(frozen=True)

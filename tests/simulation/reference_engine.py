@@ -8,8 +8,8 @@ from collections import deque
 
 import numpy as np
 
+from headway.simulation.building import ROUTE, WAITS, OperationGraph
 from headway.simulation.engine import PlayedTimes
-from headway.simulation.operations import ROUTE, WAITS, OperationGraph
 
 _CHANGED, _LEFT, _INSTANT, _READY = -1, 0, 1, 2  # of events at one time, those that free something come first
 _Event = tuple[int, int, int, int]  # time (ns), kind, operation, which estimate of its end this is

@@ -9,23 +9,23 @@ import sys
 import pytest
 from tests import limits
 
-from headway.simulation import compiled, kernel
+from headway.simulation import engine, kernel
 
 
 def test_without_a_compiler_the_loops_are_played_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled._compiled.cache_clear()
+    engine._compiled.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     try:
-        assert compiled.simulate_for(10**9) is kernel.simulate
+        assert engine.simulate_for(10**9) is kernel.simulate
     finally:
-        compiled._compiled.cache_clear()
+        engine._compiled.cache_clear()
 
 
 def test_small_graphs_load_no_compiler_and_large_ones_do() -> None:
     code = """
 import sys
 from headway.simulation import kernel
-from headway.simulation.compiled import WORTH_OPERATIONS, simulate_for
+from headway.simulation.engine import WORTH_OPERATIONS, simulate_for
 assert simulate_for(WORTH_OPERATIONS - 1) is kernel.simulate
 assert "numba" not in sys.modules
 large = simulate_for(WORTH_OPERATIONS)
@@ -42,7 +42,7 @@ def nowhere(*_):
     raise RuntimeError("cannot cache function: no locator available")
 caching.FunctionCache.__init__ = nowhere
 from headway.simulation.building import OperationGraphBuilder
-from headway.simulation.compiled import simulate_for
+from headway.simulation.engine import simulate_for
 from headway.simulation.engine import play
 simulate_for(10**9)
 builder = OperationGraphBuilder(1)

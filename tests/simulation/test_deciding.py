@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulation.graphs import DrawnOperation, drawn_operations, drawn_resources
 
-from headway.simulation import compiled, engine, kernel
-from headway.simulation.building import OperationGraphBuilder
+from headway.simulation import engine, kernel
+from headway.simulation.building import WHOLE, OperationGraphBuilder, Resources
 from headway.simulation.deciding import NEVER_NS, DeadlockError, play_deciding
 from headway.simulation.engine import PlayedTimes, play
-from headway.simulation.operations import WHOLE, Resources
 
 PLAYERS = pytest.mark.parametrize(
-    "simulate", [kernel.simulate, compiled._compiled()], ids=["plain", "compiled"]
+    "simulate", [kernel.simulate, engine._compiled()], ids=["plain", "compiled"]
 )
 Player = Callable[..., kernel.PlayState]
 

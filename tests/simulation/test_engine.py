@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from tests.simulation import reference_engine
 from tests.simulation.graphs import DrawnOperation, drawn_operations, drawn_resources, graph_of
 
-from headway.simulation import compiled, engine, kernel
-from headway.simulation.building import OperationGraphBuilder
+from headway.simulation import engine, kernel
+from headway.simulation.building import WHOLE, OperationGraphBuilder, Resources
 from headway.simulation.engine import play
-from headway.simulation.operations import WHOLE, Resources
 
 
 def test_an_operation_waits_for_all_before_it() -> None:
@@ -113,7 +112,7 @@ def test_without_resources_the_engine_finds_the_longest_path(
     assert (play(builder.close()).end_ns == ends).all()
 
 
-@pytest.mark.parametrize("simulate", [kernel.simulate, compiled._compiled()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("simulate", [kernel.simulate, engine._compiled()], ids=["plain", "compiled"])
 @settings(deadline=None)
 @given(drawn_operations(least_asked=0.1), drawn_resources() | st.none())
 def test_the_engine_plays_by_the_rules_that_the_reference_spells_out(

@@ -11,8 +11,7 @@ from tests.planning.jobs import layered_job
 from headway.cluster import Cluster, CodecCost
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from headway.compression.cast import Cast
-from headway.compression.codec import Codec
-from headway.compression.costs import slowdown_of, stretches_ns
+from headway.compression.codec import Codec, slowdown_of, stretches_ns
 from headway.compression.int8 import Int8
 from headway.compression.registry import proposed
 from headway.compression.top_k import TopK

@@ -10,7 +10,7 @@ from tests.models import layered_model
 from tests.planning.jobs import MS
 from tests.strategies.test_shortlist import SMALLER, STOCK, large_question
 
-from headway.graph.update_cost import UpdateCost
+from headway.graph.step_layout import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
 from headway.scheduling.buckets import GatherMode, forward_gather_order

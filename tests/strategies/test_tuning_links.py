@@ -9,7 +9,7 @@ import torch
 from tests.planning.jobs import cluster_of
 
 from headway.cluster import Cluster
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.planning.link_cost import LinkCosts
 from headway.strategies.adaptive.tuning.link_rates import with_link_rates
 from headway.strategies.adaptive.tuning.links import saved_bytes

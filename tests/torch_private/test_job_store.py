@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from headway.errors import CommunicationError
-from headway.torch_private.job_store import JobStore
+from headway.torch_private.groups import JobStore
 
 SOON = timedelta(milliseconds=1)
 stores = cast(Any, dist)

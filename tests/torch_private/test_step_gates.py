@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from headway.torch_private.optimizers import unhooked_step
-from headway.torch_private.step_gates import gate_steps, is_asked
-from headway.torch_private.step_hooks import before_every_step
+from headway.torch_private.optimizers import gate_steps, is_asked
+from headway.torch_private.optimizers import before_every_step
 
 open_, hooked, asked = True, [], []
 

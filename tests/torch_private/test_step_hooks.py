@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from headway.torch_private.step_hooks import StepHook, after_every_step, before_every_step
+from headway.torch_private.optimizers import StepHook, after_every_step, before_every_step
 
 
 def stepped(*args: Any) -> Any:

@@ -18,11 +18,10 @@ from tests import limits
 from tests.synthetic import SyntheticJob, write_trace
 
 from headway.errors import TraceError, UnitError
-from headway.trace import rank_columns, unpacking
+from headway.trace import rank_columns
 from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, Event
 from headway.trace.folder import assemble, load_trace, rank_file
-from headway.trace.page_sizes import unpacked_bytes
-from headway.trace.rank_columns import Allowance, RankColumns
+from headway.trace.rank_columns import Allowance, RankColumns, unpacked_bytes
 
 BATCH_ROWS, BATCHES = 500_000, 6
 SMALL_FILE_BYTES = 500_000
@@ -99,16 +98,16 @@ def test_what_a_trace_comes_to_is_counted_over_its_files(
 
 def test_how_much_a_file_may_unpack_to_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     mib = 2**20
-    assert unpacking.most_bytes(mib) == 100 * mib
-    assert unpacking.most_bytes(500 * mib) == 2048 * mib
-    assert unpacking.most_bytes(3000 * mib) == 3000 * mib  # what is not packed
-    assert unpacking.most_bytes(500 * mib, files=10) == 20480 * mib
-    monkeypatch.setenv(unpacking.LIMIT_VARIABLE, "8GiB")
-    assert unpacking.most_bytes(mib) == 8192 * mib
-    assert unpacking.most_bytes(mib, files=2) == 16384 * mib
-    monkeypatch.setenv(unpacking.LIMIT_VARIABLE, "much")
+    assert rank_columns.most_bytes(mib) == 100 * mib
+    assert rank_columns.most_bytes(500 * mib) == 2048 * mib
+    assert rank_columns.most_bytes(3000 * mib) == 3000 * mib  # what is not packed
+    assert rank_columns.most_bytes(500 * mib, files=10) == 20480 * mib
+    monkeypatch.setenv(rank_columns.LIMIT_VARIABLE, "8GiB")
+    assert rank_columns.most_bytes(mib) == 8192 * mib
+    assert rank_columns.most_bytes(mib, files=2) == 16384 * mib
+    monkeypatch.setenv(rank_columns.LIMIT_VARIABLE, "much")
     with pytest.raises(UnitError, match="HEADWAY_MAX_UNPACKED cannot be read"):
-        unpacking.most_bytes(mib)
+        rank_columns.most_bytes(mib)
 
 
 def test_pages_that_unpack_to_much_are_not_unpacked_whatever_the_footer_says(

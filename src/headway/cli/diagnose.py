@@ -69,8 +69,7 @@ def diagnose(
     from headway.cluster import Cluster
     from headway.diagnosis import diagnose as diagnose_trace
     from headway.diagnosis.comparison import compare, unlike
-    from headway.report.markdown import markdown
-    from headway.report.text import print_diagnosis
+    from headway.report.text import markdown, print_diagnosis
     from headway.trace.folder import load_trace
 
     words = Console(stderr=True)

@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headway import files
-from headway.cli.command import trailing_command
+from headway.cli.output import trailing_command
 from headway.errors import LabError
 from headway.lab import state
-from headway.lab.flags import EVENT_FORM, override, parse_event, parse_pairs
 from headway.lab.launch import DEFAULT_GRACE_S, MODES, Mode, run
-from headway.lab.spec import LabSpec, SlowBy, load_spec
+from headway.lab.spec import EVENT_FORM, LabSpec, SlowBy, load_spec, override, parse_event, parse_pairs
 from headway.units import parse_duration_s
 
 

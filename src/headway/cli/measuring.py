@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from headway.cli.command import trailing_command
+from headway.cli.output import trailing_command
 from headway.errors import UserError
 from headway.integrations.short_runs import ShortRuns, check_command
 
 if TYPE_CHECKING:
     from headway.optimization.candidate import Candidate
-    from headway.optimization.measured.choice import MeasuredChoice
-    from headway.optimization.measured.contenders import Contenders
+    from headway.optimization.measured import Contenders, MeasuredChoice
     from headway.optimization.result import SearchResult
     from headway.replayer.replayer import Replayer
 
@@ -57,7 +56,7 @@ def decide_by_runs(
 
     ``best`` is what predictions say, ``count`` how many plans are measured, if any. Raises as ``measure_plans``.
     """
-    from headway.optimization.measured.contenders import contenders
+    from headway.optimization.measured import contenders
 
     if count is None:
         return best, None
@@ -75,9 +74,8 @@ def measure_plans(
 
     Raises LaunchError where it is another job's command, or fails under a plan that it would be left with.
     """
-    from headway.optimization.measured.choice import choose
-    from headway.optimization.measured.contenders import runs_by_plan
-    from headway.optimization.plan_writing import plan_of
+    from headway.optimization.measured import choose, runs_by_plan
+    from headway.optimization.result import plan_of
 
     check_command(command, replayer.trace.world_size)
     with _folder_next_to(plan_path) as folder:
@@ -150,7 +148,7 @@ def measured_document(choice: MeasuredChoice | None, predicted: Candidate) -> di
 
 def _is_passed_over(choice: MeasuredChoice, predicted: Candidate) -> bool:
     """Whether the plan that is ``predicted`` to be the best is one that no short run can measure."""
-    from headway.optimization.measured.contenders import is_measurable
+    from headway.optimization.measured import is_measurable
 
     return (
         predicted.changed and not is_measurable(predicted) and predicted.predicted_ms < choice.taken.step_ms

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
 from headway import files
 from headway.cli import output
-from headway.cli.allowing import allow_option
 from headway.cli.measuring import (
     UNDECIDED,
     command_to_measure_with,
@@ -19,11 +22,374 @@ from headway.cli.measuring import (
     measured_sentences,
     measured_table,
 )
-from headway.cli.optimize_answer import Answer, command_lines, explanation_parts, plans_tables, searched
-from headway.units import parse_size_bytes
+from headway.cli.output import allow_option
+from headway.errors import LaunchError, one_line
+from headway.units import counted, format_bytes, parse_size_bytes
 
 if TYPE_CHECKING:
+    from headway.optimization.candidate import Candidate
+    from headway.optimization.explanation import Explanation
+    from headway.optimization.measured import MeasuredChoice
+    from headway.optimization.result import SearchResult
+    from headway.planning.bound import StepBound
     from headway.trace.format import Trace
+
+
+MOST_NAMED = 2
+MOST_ROWS, MOST_ROWS_OF_OTHER_SCRIPTS = 10, 3
+FOLLOWED_BY = ("headway.parallelize", "headway run")
+UNKNOWN_COMMAND = ("COMMAND",)
+WITHIN = "The gain is within ±: this plan may not help."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A search and the plan that is taken, which is written to ``plan_path``; ``measured`` where short runs decided.
+
+    ``strategy`` is the one that was asked for, "" for any. ``measure_line`` and ``run_line`` are commands for a shell;
+    the former is "" where short runs cannot measure this job here. ``contention`` says that ranks took cores from each
+    other while they were recorded, "" where nothing shows it.
+    """
+
+    found: SearchResult
+    best: Candidate
+    measured: MeasuredChoice | None
+    strategy: str
+    plan_path: Path
+    measure_line: str
+    run_line: str
+    follows_network: bool = False
+    contention: str = ""
+
+    @property
+    def keeps_recorded(self) -> bool:
+        """Whether the plan is the recorded one."""
+        return not self.best.changed
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether only short runs can say if the plan is faster than what was recorded."""
+        return self.measured is None and (
+            not self.found.can_rank or (self.best.changed and self.best.expected.may_gain_nothing)
+        )
+
+    def headline(self) -> str:
+        """What to do, in fewer than twenty words."""
+        found, best = self.found, self.best
+        if self.measured is not None:
+            if self.keeps_recorded:
+                return "Keep what you have: no other plan was faster by more than runs differ."
+            taken = self.measured.taken
+            times = (
+                1 / taken.beside.ratio
+                if self.measured.left_with is not None
+                else found.baseline_ms / taken.step_ms
+            )
+            said = (
+                f"{times:.2f} times as fast, measured {taken.step_ms:.1f} ± {taken.spread_ms:.1f} ms a step"
+            )
+            return f"Use {best.short_name}: {said}."
+        if not found.can_rank and not self.follows_network:
+            return f"This recording cannot rank plans: its replay is {reproduction(found)} the recorded step."
+        if self.keeps_recorded and not (self.strategy or self.follows_network):
+            return "Keep what you have: no other plan is predicted to be faster by more than its ±."
+        use = f"Best of {self.strategy}: " if self.strategy else "Use "
+        said = f"predicted {best.predicted_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step"
+        return f"{use}{best.short_name}: {best.expected.speedup:.2f} times as fast, {said}."
+
+    def reasons(self) -> Iterator[str]:
+        """What else must be known of the plan, a sentence or two each."""
+        found, best = self.found, self.best
+        if self.measured is None and not found.can_rank:
+            yield (
+                "Record again while nothing else runs on the machine, or let short runs decide. Until then, keep what "
+                "you have."
+            )
+        yield self._beside_what_there_is()
+        if best.changes_training:
+            yield f"This plan changes what is trained: {best.changes_training}."
+        if not best.is_runnable:
+            yield "This plan needs a change of the script: it has to call headway.parallelize."
+        if self.measured is not None:
+            return
+        yield from doubts_of(best, found.like(best) if best.changed else ())
+        ahead = [each for each in found.candidates if each.predicted_ms < best.predicted_ms]
+        if best.changed and best.is_runnable and ahead and not self.strategy:
+            are = "plan is" if len(ahead) == 1 else "plans are"
+            yield (
+                f"{len(ahead)} other {are} predicted faster, by too little to tell: this one changes less or needs "
+                "less memory."
+            )
+
+    def _beside_what_there_is(self) -> str:
+        found = self.found
+        recorded = found.recorded
+        there = f"{recorded.short_name}, " if recorded is not None else ""
+        said = f"What you have: {there}{found.baseline_ms:.1f} ms a step as recorded."
+        if recorded is None:
+            return f"{said} It needs more memory than the limit."
+        rival = next((each for each in found.candidates if each.changed), None)
+        if self.keeps_recorded and self.measured is None and rival is not None:
+            said += (
+                f" The best other plan, {rival.short_name}, is predicted to take {rival.predicted_ms:.1f} ± "
+                f"{rival.uncertainty_ms:.1f} ms."
+            )
+        return said
+
+    def next_steps(self) -> Iterator[str]:
+        """What was written, and the commands to type next."""
+        same = ": it is the plan that you have, so running with it changes nothing" * self.keeps_recorded
+        yield f"Wrote {self.plan_path}{same}."
+        if self.measured is None and self.measure_line:
+            yield "Let short runs of your command decide:"
+            yield f"  {self.measure_line}"
+        if self.best.is_runnable:
+            yield "Train under the plan:"
+            yield f"  {self.run_line}"
+
+    def notes(self) -> list[str]:
+        """What the recording lacks, and what was left out of the search and why."""
+        notes = [f"Note: {note}." for note in self.found.notes]
+        return [f"Note: {one_line(self.contention)}", *notes] if self.contention else notes
+
+    def document(self, explained: Explanation | None) -> dict[str, Any]:
+        """The same as a document, but for what was measured."""
+        found, best = self.found, self.best
+        return {
+            "baseline_ms": found.baseline_ms,
+            "recorded_ms": found.baseline_ms,
+            "replayed_ms": found.replayed_ms,
+            "reproduction_error": found.reproduction_error,
+            "can_rank_plans": found.can_rank,
+            "answer": self.headline(),
+            "taken": best.name,
+            "keeps_recorded": self.keeps_recorded,
+            "plans": [_plan_document(found, each) for each in found.candidates],
+            "plans_for_other_scripts": [_plan_document(found, each) for each in found.for_other_scripts],
+            "excluded": [
+                {"name": each.name, "predicted_ms": each.predicted_ms, "peak_bytes": each.peak_bytes}
+                for each in found.excluded
+            ],
+            "bound_ms": found.bound_ms,
+            "bound": None if found.bound is None else bound_document(found.bound),
+            "searched": found.replayed,
+            "pruned": found.pruned,
+            "not_searched": found.unseen,
+            "cut_short": found.cut_short,
+            "elapsed_s": found.elapsed_s,
+            "like_best": [candidate.name for candidate in found.like(best)],
+            "may_gain_nothing": best.expected.may_gain_nothing,
+            "changes_training": best.changes_training,
+            "note": found.note,
+            "plan": str(self.plan_path),
+            "commands": {"measure": self.measure_line or None, "run": self.run_line},
+            "explanation": None if explained is None else explained.to_document(),
+        }
+
+
+def reproduction(found: SearchResult) -> str:
+    """By how much the replay of what was recorded is off: "26 % slower than"."""
+    error = found.reproduction_error
+    return f"{abs(error):.0%} {'slower' if error > 0 else 'faster'} than".replace("%", " %", 1)
+
+
+def command_lines(
+    traces: Sequence[Path],
+    plan_path: Path,
+    options: Sequence[str],
+    recorded_command: Sequence[str],
+    world_size: int,
+) -> tuple[str, str]:
+    """The commands that measure plans of the recorded job, with these options of the search, and that run the plan.
+
+    The former is "" where the job has several launchers. What cannot be shown as it is is left for the user to fill in.
+    """
+    from headway.integrations.short_runs import check_command
+
+    command = job_command(recorded_command)
+    if not all(word.isprintable() for word in command):
+        command = ()
+    run = ["headway", "run", "--plan", str(plan_path), "--", *(command or UNKNOWN_COMMAND)]
+    paths = map(str, traces)
+    measure = ["headway", "optimize", *paths, "-o", str(plan_path), *options, "--measure", "--"]
+    measure += command or UNKNOWN_COMMAND
+    try:
+        if command:
+            check_command(command, world_size)
+    except LaunchError:
+        return "", shlex.join(run)
+    return shlex.join(measure), shlex.join(run)
+
+
+def job_command(command: Sequence[str]) -> tuple[str, ...]:
+    """The job's own command, without commands of Headway that it was recorded under, such as ``headway run``.
+
+    ``headway lab run`` stays: it is the job's launcher.
+    """
+    words = tuple(command)
+    while "--" in words:
+        before = words[: words.index("--")]
+        as_module = any(pair == ("-m", "headway") for pair in pairwise(before))
+        if not before or not (Path(before[0]).name == "headway" or as_module) or "lab" in before:
+            break
+        words = words[len(before) + 1 :]
+    return words
+
+
+def _plan_document(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "name": candidate.name,
+        "short_name": candidate.short_name,
+        "predicted_ms": candidate.predicted_ms,
+        "uncertainty_ms": candidate.uncertainty_ms,
+        "speedup": candidate.expected.speedup,
+        "peak_bytes": candidate.peak_bytes,
+        "dominated": found.dominated(candidate),
+        "followed_by": FOLLOWED_BY[candidate.is_runnable],
+        "changes": list(candidate.changes),
+        "changes_training": candidate.changes_training,
+    }
+
+
+def bound_document(bound: StepBound) -> dict[str, Any]:
+    """The bound as a document: what binds, why, and what each part leaves of a step by itself."""
+    parts_ms = {name: part_ns / 1e6 for name, part_ns in bound.parts_ns.items()}
+    return {"binds": bound.binds, "reason": bound.reason, "parts_ms": parts_ms}
+
+
+def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
+    """What must be said of the best plan: that it may gain nothing, and which others may be as good."""
+    doubts = []
+    if best.changed and best.expected.is_slower:
+        doubts.append("The job would be slower with this plan, by more than ±: keep what you have.")
+    elif best.changed and best.expected.may_gain_nothing:
+        doubts.append(WITHIN)
+    if like:
+        names = [name for name in dict.fromkeys(each.short_name for each in like) if name != best.short_name]
+        more = [f"and {len(like) - MOST_NAMED} more"] if len(like) > MOST_NAMED else []
+        doubts.append(
+            f"Predictions cannot tell these plans from it: {' | '.join(names[:MOST_NAMED] + more)}."
+            if names
+            else f"Predictions cannot tell {counted(len(like), 'variant')} of it from it."
+        )
+    return doubts
+
+
+def searched(found: SearchResult) -> str:
+    """How much was looked at, how much was not and why, and how well replay reproduces the recording."""
+    text = f"{counted(found.replayed, 'plan')} replayed in {found.elapsed_s:.1f} s"
+    if found.pruned:
+        text += f", {found.pruned} more left out as their bounds say that they are slower"
+    if found.unseen:
+        text += f"; {found.unseen} were not looked at, as the budget was used up"
+    elif found.cut_short:
+        text += "; the budget was used up before all plans were made"
+    return f"{text}. Replay reproduces the recorded step with an error of {found.reproduction_error:+.1%}."
+
+
+def plans_tables(found: SearchResult, best: Candidate, *, every: bool) -> Iterator[Table | str]:
+    """The plans that the command can run, fastest first, then those that need a change of the script.
+
+    Of each kind the best, with what there is and what is taken; with ``every`` all of them, and all about them.
+    """
+    from headway.optimization.measured import best_of_each_kind_first
+
+    for candidates, title, most in (
+        (found.candidates, "Plans that your command can run as it is", MOST_ROWS),
+        (
+            found.for_other_scripts,
+            "Plans that need a change of the script, to call headway.parallelize",
+            MOST_ROWS_OF_OTHER_SCRIPTS,
+        ),
+    ):
+        if not candidates:
+            continue
+        rows: Sequence[Candidate] = candidates
+        if not every:
+            kinds = len({each.kind for each in candidates})
+            always = [each for each in (found.recorded, found.stock, best) if each in candidates]
+            leading = [each for each in best_of_each_kind_first(candidates)[:kinds] if each not in always]
+            chosen = {id(each) for each in (*always, *leading[: max(0, most - len(dict.fromkeys(always)))])}
+            rows = [each for each in candidates if id(each) in chosen]
+        yield _table(found, best, rows, title, every=every)
+        yield from _marks(found, rows, every=every)
+        if left_out := len(candidates) - len(rows):
+            yield f"{counted(left_out, 'more plan')} of the same kinds or slower: headway optimize --all"
+
+
+def _table(
+    found: SearchResult, best: Candidate, rows: Sequence[Candidate], title: str, *, every: bool
+) -> Table:
+    more = ("ratio to bound", "changes") if every else ()
+    table = Table(title=f"{title}, fastest first", title_justify="left", box=None, pad_edge=False)
+    table.add_column("plan", overflow="fold")
+    for header in ("predicted ms", "± ms", "times as fast", "memory"):
+        table.add_column(header, justify="right")
+    for header in more:
+        table.add_column(header, overflow="fold")
+    for each in rows:
+        name = each.name if every else each.short_name
+        name += " (what you have)" * (not each.changed) + " (taken)" * (each is best and each.changed)
+        cells = [
+            name + " ‡" * bool(each.changes_training),
+            f"{each.predicted_ms:.1f}",
+            f"{each.uncertainty_ms:.1f}",
+            f"{each.expected.speedup:.2f}",
+            _memory(each) + " *" * (every and found.dominated(each)),
+        ]
+        if every:
+            has_bound = each.is_runnable and not each.changes_training
+            ratio = f"{each.predicted_ms / found.bound_ms:.2f}" if has_bound else ""
+            cells += [ratio, "; ".join(each.changes)]
+        table.add_row(*cells)
+    return table
+
+
+def _marks(found: SearchResult, rows: Sequence[Candidate], *, every: bool) -> Iterator[str]:
+    """What the marks in a table of ``rows`` mean, those that are in it."""
+    if every and any(map(found.dominated, rows)):
+        yield "* Another plan is no slower and needs no more memory."
+    if any(each.peak_is_rough and each.peak_bytes is not None for each in rows):
+        yield "~ Memory is rough, as it was not watched while recording."
+    permissions = {permission for each in rows for permission in each.permissions}
+    if any(each.changes_training for each in rows):
+        from headway.plan.permissions import changes_in_words
+        from headway.strategies.registry import plugin_of
+
+        apart = any(plugin_of(each.strategy).has_horizon for each in rows)
+        mean = " Where ranks do not wait for each other, ms are of a mean iteration." * apart
+        yield f"‡ Changes what is trained, as --allow permits ({changes_in_words(permissions)}).{mean}"
+
+
+def _memory(candidate: Candidate) -> str:
+    """The most that a rank holds."""
+    if candidate.peak_bytes is None:
+        return ""
+    return "~" * candidate.peak_is_rough + format_bytes(candidate.peak_bytes)
+
+
+def explanation_parts(explained: Explanation | None, *, in_full: bool) -> Iterator[str | Table]:
+    """The explanation in short: its largest saving, and what is left; ``in_full`` with all choices."""
+    if explained is None:
+        if in_full:
+            yield "This plan cannot be explained: it cannot be replayed on the job as it was recorded."
+        return
+    largest = max(explained.choices, key=lambda each: each.saved_ms, default=None)
+    if largest is not None and largest.saved_ms > 0:
+        where = f" ({largest.where})" if largest.where else ""
+        yield f"Most is saved by {largest.name}: {largest.saved_ms:.1f} ms{where}."
+    yield explained.next_bottleneck
+    if explained.further is not None:
+        yield explained.further.sentence
+    if not in_full or not explained.choices:
+        return
+    table = Table("choice", "saves ms", "step ms", "on the critical path", box=None, pad_edge=False)
+    table.add_row("as recorded", "", f"{explained.from_ms:.1f}", "")
+    for each in explained.choices:
+        table.add_row(each.name, f"{each.saved_ms:+.1f}", f"{each.step_ms:.1f}", each.where)
+    yield table
+    yield "Each choice is added to those above it."
+
 
 ANY = "any"
 
@@ -112,10 +478,9 @@ def optimize(
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = _loaded(traces, (plan_path, html), command if measured is not None else None)
 
-    from headway.diagnosis.identity import contention
+    from headway.diagnosis.details import contention
     from headway.optimization.explanation import explain
-    from headway.optimization.plan_writing import plan_of
-    from headway.optimization.result import check_strategy, following
+    from headway.optimization.result import check_strategy, following, plan_of
     from headway.optimization.search import search
     from headway.optimization.sizes import others_of
     from headway.replayer.replayer import Replayer

@@ -7,10 +7,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import click
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headway import files
+from headway.errors import LaunchError
+from headway.permission import SHIPPED
+
+
+def _checked(_context: click.Context, _option: click.Parameter, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Each is one of Headway's permissions, or one that an installed package declares."""
+    from headway.plan.permissions import check_allowed
+
+    if allowed:
+        check_allowed(allowed)
+    return allowed
+
+
+def _completed(_context: click.Context, _option: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Those there are, with what they change."""
+    from headway.plan.permissions import permissions
+
+    there_are = permissions().values()
+    return [CompletionItem(one.name, help=one.changes) for one in there_are if one.name.startswith(begun)]
+
+
+_SHIPPED = "; ".join(f"{one.name}: {one.changes}" for one in SHIPPED)
+
+allow_option = click.option(
+    "--allow", "allow", multiple=True, callback=_checked, shell_complete=_completed,
+    metavar=f"[{'|'.join(one.name for one in SHIPPED)}|…]",
+    help=f"Permit plans that change what is trained; they are never chosen otherwise. {_SHIPPED}. Installed packages "
+    "may declare others.",
+)  # fmt: skip
+
+
+def trailing_command(ctx: click.Context) -> tuple[str, ...]:
+    """The command after ``--``. Raises LaunchError where there is none."""
+    command = tuple(ctx.find_root().meta.get("headway.command", ()))
+    if not command:
+        raise LaunchError(
+            "no command to run", expected="-- followed by a command", fix="For example: -- torchrun train.py"
+        )
+    return command
+
 
 FILE_WIDTH = 130  # of tables that go to a file or a pipe
 
@@ -35,9 +77,8 @@ def print_document(kind: str, fields: dict[str, Any]) -> None:
 
 def print_order(where: Console, schedule: object) -> None:
     """Print the order of a pipeline's schedule, if it is one: a line a rank."""
-    from headway.scheduling.pipeline.picture import picture
     from headway.scheduling.pipeline.replicated import ReplicatedSchedule
-    from headway.scheduling.pipeline.schedule import PipelineSchedule
+    from headway.scheduling.pipeline.schedule import PipelineSchedule, picture
 
     if isinstance(schedule, ReplicatedSchedule):
         schedule = schedule.pipeline

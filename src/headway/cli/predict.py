@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
-from headway.cli.allowing import allow_option
+from headway.cli.output import allow_option
 from headway.errors import UserError, one_line
 from headway.units import counted, format_bytes
 

@@ -15,7 +15,7 @@ import click
 
 from headway import files
 from headway.cli import output as output_of
-from headway.cli.command import trailing_command
+from headway.cli.output import trailing_command
 from headway.errors import LaunchError, TraceError, UserError, one_line
 from headway.integrations.launch import CommandOutcome, injected_environment, run_command
 from headway.integrations.reports import Report

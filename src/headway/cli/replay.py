@@ -10,18 +10,67 @@ import click
 from rich.table import Table
 
 from headway.cli import output
-from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
 from headway.units import counted, format_rate
+
+if TYPE_CHECKING:
+    from headway.cluster import Cluster
+    from headway.plan import Plan
+    from headway.replayer.expectation import Expectation
+    from headway.replayer.replayer import Replayer
+    from headway.replayer.what_if import WhatIf
+
+
+def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_json: bool) -> bool:
+    """Print how many iterations ranks finish in a time under ``plan``; False where they finish them together."""
+    with output.progress("replaying"):
+        outcome = replayer.replay_horizon(plan.strategy, what_if, passes=plan.passes)
+        if outcome is None:
+            return False
+        recorded = replayer.replay(None, what_if.without_members(), passes=plan.passes)
+    together_per_s = recorded.graph.world_size / recorded.step_ms * 1e3
+    speedup = outcome.total_per_s / together_per_s
+    if as_json:
+        output.print_document(
+            "replay-horizon",
+            {
+                **outcome.to_document(),
+                "strategy": plan.strategy.describe(),
+                "recorded_strategy_iterations_per_s": together_per_s,
+                "speedup": speedup,
+                "what_if": what_if.describe(),
+                "notes": [*replayer.notes, outcome.describe()],
+            },
+        )
+        return True
+    console = output.console()
+    stays = ", if no rank died or joined," if what_if.incidents.change_members else ""
+    said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe()])))
+    console.print(
+        f"{outcome.total_per_s:.2f} iterations/s of all ranks together with {said}: {speedup:.2f} times as many as the "
+        f"recorded strategy would have under the same conditions{stays} ({together_per_s:.2f})."
+    )
+    for note in (*replayer.notes, outcome.describe()):
+        console.print(f"Note: {one_line(note)}")
+    table = Table("rank", "iterations/s", "standing ms", "forming ms", title="an iteration")
+    per_rank = zip(
+        outcome.iterations_per_s, outcome.iterations, outcome.standing_ns, outcome.forming_ns, strict=True
+    )
+    for rank, (rate, count, standing_ns, forming_ns) in enumerate(per_rank):
+        each_ms = 1e6 * max(1, count)
+        table.add_row(str(rank), f"{rate:.2f}", f"{standing_ns / each_ms:.1f}", f"{forming_ns / each_ms:.1f}")
+    console.print(table)
+    console.print(
+        f"Links: {one_line(replayer.cluster.source)}. {outcome.operations} operations. Computation is not slowed down "
+        "by communication here."
+    )
+    return True
+
 
 UNRELIABLE = (
     "Do not rely on this answer: the replay of what was recorded is {error:+.0%} off. Record again while nothing else "
     "runs on the machine.\n"
 )
-
-if TYPE_CHECKING:
-    from headway.cluster import Cluster
-    from headway.replayer.expectation import Expectation
 
 
 @click.command()

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 import click
 
 from headway import files
-from headway.cli.command import trailing_command
+from headway.cli.output import trailing_command
 from headway.errors import LaunchError, PlanError, one_line
-from headway.integrations.launch import CommandOutcome, injected_environment, run_command
+from headway.integrations.launch import (
+    CommandOutcome,
+    injected_environment,
+    run_command,
+    spreads,
+    starts_all_here,
+)
 from headway.integrations.reports import Report
 from headway.integrations.short_runs import LEAST_STEPS
-from headway.integrations.torchrun import spreads, starts_all_here
 from headway.units import counted
 
 if TYPE_CHECKING:
@@ -225,7 +230,7 @@ def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str
 
 
 def _check_world_size(plan: Plan, command: Sequence[str]) -> None:
-    from headway.integrations.torchrun import stated_world_size
+    from headway.integrations.launch import stated_world_size
     from headway.strategies.registry import plugin_of
 
     world_size = stated_world_size(command, os.environ)

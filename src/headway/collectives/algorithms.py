@@ -6,22 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from headway.collectives.direct import direct_all_gather, direct_reduce_scatter
-from headway.collectives.gloo import SEGMENTS, gloo_all_gather, gloo_all_reduce, gloo_all_to_all
-from headway.collectives.halving_doubling import (
+from headway.collectives.flat import (
+    SEGMENTS,
     check_power_of_two,
+    direct_all_gather,
+    direct_reduce_scatter,
     doubling_all_gather,
+    gloo_all_gather,
+    gloo_all_reduce,
+    gloo_all_to_all,
     halving_reduce_scatter,
+    has_rounds_to_save,
     is_power_of_two,
+    tree_all_gather,
+    tree_reduce_scatter,
 )
 from headway.collectives.hierarchical import (
+    Hosts,
     check_alike,
     differs_from_rings,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
-from headway.collectives.hosts import Hosts
 from headway.collectives.program import (
     ChunkProgram,
     ProgramOf,
@@ -31,7 +38,6 @@ from headway.collectives.program import (
     ring_reduce_scatter,
 )
 from headway.collectives.servers import push_and_pull
-from headway.collectives.trees import has_rounds_to_save, tree_all_gather, tree_reduce_scatter
 from headway.errors import PlanError
 
 ALL_REDUCE = "all_reduce"

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
-from headway.collectives.columns import OUTSIDE, Structure, structure_of
-from headway.collectives.program import ProgramOf
+from headway.collectives.program import OUTSIDE, ProgramOf, Structure, structure_of
 from headway.collectives.resources import ClusterResources, Messages
-from headway.simulation.building import OperationGraphBuilder
-from headway.simulation.operations import DURATION, NONE, ROUTE, SPILL, SUCCESSORS, WAITS, OperationGraph
+from headway.simulation.building import (
+    DURATION,
+    NONE,
+    ROUTE,
+    SPILL,
+    SUCCESSORS,
+    WAITS,
+    OperationGraph,
+    OperationGraphBuilder,
+)
 
 __all__ = ["alone", "expand"]
 

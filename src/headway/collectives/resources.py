@@ -12,11 +12,17 @@ import numpy as np
 from headway.arrays import Ints
 from headway.cluster import AlgorithmCost, Cluster, Traffic
 from headway.collectives.algorithms import ALL_REDUCE
-from headway.collectives.columns import ProgramColumns, columns_of, message_bytes
 from headway.collectives.nccl import Kind, choose, fabric_of
-from headway.collectives.program import ProgramOf
-from headway.simulation.building import OperationGraphBuilder, RouteTable
-from headway.simulation.operations import LATEST_NS, NO_RESOURCE, WHOLE, Numbers, Resources
+from headway.collectives.program import ProgramColumns, ProgramOf, columns_of, message_bytes
+from headway.simulation.building import (
+    LATEST_NS,
+    NO_RESOURCE,
+    WHOLE,
+    Numbers,
+    OperationGraphBuilder,
+    Resources,
+    RouteTable,
+)
 
 MOST_LAID_OUT_BYTES = 2**28
 ROUTE_BYTES = 400  # of two routes in their table

@@ -26,8 +26,8 @@ from headway.collectives.algorithms import (
     cost_name,
     program_of,
 )
-from headway.collectives.gloo import segments_for
-from headway.collectives.hosts import Hosts
+from headway.collectives.flat import segments_for
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.program import ChunkProgram, ProgramOf, pieces_for, scratch_numel_of
 from headway.errors import PlanError
 

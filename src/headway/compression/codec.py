@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from headway.cluster import Cluster
+from headway.collectives.algorithms import NCCL
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.permission import PRECISION, Permission
-from headway.plugins import API_VERSION
+from headway.plugins import API_VERSION, asking
 
 if TYPE_CHECKING:
     import torch
+
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """Types of gradients that codecs take."""
@@ -181,3 +184,32 @@ def passes_us(size_bytes: float, passes: float) -> float:
 
 DEFAULT_BYTES_A_US = 4_000.0
 """4 GB/s: one core reads and writes float32 at about this rate where other ranks use the same memory."""
+
+
+MIB = 2**20
+DEVICE_FACTOR = 250.0
+"""By how much a device whose library is NCCL is taken to compute faster than a core: 1 TB/s instead of 4 GB/s."""
+
+
+def stretches_ns(codec: Codec, cluster: Cluster, size_bytes: int, exchanges: int) -> list[int]:
+    """What a bucket of ``size_bytes`` takes to compute: before each of its exchanges, and behind the last one."""
+    cost = cluster.codecs.get(codec.cost_name)
+    if cost is None:
+        factor = 1.0 if cluster.library != NCCL else 1 / DEVICE_FACTOR
+        with asking("codec", codec):
+            each_us = [us * factor for us in codec.default_us(size_bytes, cluster.world_size)]
+    else:
+        pairs = zip(cost.bucket_us, cost.mib_us, strict=True)
+        each_us = [bucket_us + mib_us * size_bytes / MIB for bucket_us, mib_us in pairs]
+    return [round(us * 1e3) for us in (*each_us[:-1][:exchanges], each_us[-1])]
+
+
+def slowdown_of(codec: Codec, cluster: Cluster) -> float:
+    """How much longer training's computation takes while that is computed; 1 where both have half of the cores.
+
+    Where it was not measured: 1 on cores that communication slows down too, and nothing elsewhere.
+    """
+    cost = cluster.codecs.get(codec.cost_name)
+    if cost is not None:
+        return cost.slowdown
+    return 1.0 if cluster.compute_slowdown else 0.0

@@ -21,10 +21,8 @@ from headway.integrations.launch import injected_environment
 from headway.lab import launch
 from headway.lab.spec import LabSpec
 from headway.optimization.candidate import Candidate
-from headway.optimization.measured.contenders import is_measurable
-from headway.optimization.measured.halving import Measured, Runs, compared, winner
-from headway.optimization.plan_writing import plan_of
-from headway.optimization.result import SearchResult
+from headway.optimization.measured import Measured, Runs, compared, is_measurable, winner
+from headway.optimization.result import SearchResult, plan_of
 from headway.optimization.search import search
 from headway.recording.finish import finish_recording
 from headway.replayer.fidelity import is_reproduced

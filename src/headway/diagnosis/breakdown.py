@@ -1,13 +1,143 @@
-"""Where a step's time went: parts that add up to the step."""
+"""Where a rank's step went: its compute stream as sets of time, and parts that add up to the step."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from headway import intervals
-from headway.diagnosis.timeline import RankTime
+from headway.arrays import Ints
+from headway.diagnosis.communication import Communications
+from headway.intervals import Spans
+from headway.trace.events import Events, Kind, Stream
+
+COMPUTE_KINDS = (
+    Kind.PAUSE, Kind.IDLE,
+    Kind.INPUT, Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD,
+    Kind.WAIT, Kind.READ, Kind.OPTIMIZER, Kind.UPDATE,
+)  # fmt: skip
+
+REST = "rest"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankTime:
+    """Where one rank's time went: disjoint sets of time, and the windows of the recorded steps.
+
+    A moment that several events cover belongs to the first of: wait, optimizer, input, backward, forward.
+    Waits are split: ``exposed`` while some collective that this rank has in flight has all of its members,
+    ``straggling`` while all of those in flight still lack one; the remainder belongs to nothing. What the program did
+    itself while it waited for input (``paused``, such as a garbage collection) is not waiting for input.
+    """
+
+    rank: int
+    step_start_ns: Ints
+    step_end_ns: Ints
+    wait: Spans
+    exposed: Spans
+    straggling: Spans
+    optimizer: Spans
+    input: Spans
+    paused: Spans
+    backward: Spans
+    forward: Spans
+    communicating: Spans
+
+    def per_step(self, spans: Spans) -> Ints:
+        """How much of ``spans`` lies in each recorded step, in nanoseconds."""
+        return intervals.length_within(spans, self.step_start_ns, self.step_end_ns)
+
+    @property
+    def own_ms(self) -> npt.NDArray[np.float64]:
+        """How long each recorded step took without its waits, in ms."""
+        whole_ns = self.step_end_ns - self.step_start_ns - self.per_step(self.wait)
+        return whole_ns.astype(np.float64) / 1e6
+
+
+def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communications) -> RankTime:
+    """Sort one rank's time. ``own`` holds this rank's communication; every one of ``steps`` has an event."""
+    bounds = {row.step: (row.start_ns, row.end_ns) for row in reversed(list(events.of_kind(Kind.STEP)))}
+    windows = np.array([bounds[step] for step in steps], dtype=np.int64).reshape(-1, 2)
+    wait = _spans(events, Kind.WAIT)
+    optimizer = intervals.subtract(_spans(events, Kind.OPTIMIZER), wait)
+    taken = intervals.join(wait, optimizer)
+    all_input = intervals.subtract(_spans(events, Kind.INPUT), taken)
+    paused = intervals.intersect(all_input, _spans(events, Kind.PAUSE))
+    taken = intervals.join(taken, all_input)
+    backward = intervals.subtract(_spans(events, Kind.BACKWARD_PASS, Kind.BACKWARD), taken)
+    taken = intervals.join(taken, backward)
+    forward = intervals.subtract(_spans(events, Kind.FORWARD_PASS, Kind.FORWARD, Kind.UPDATE), taken)
+    communicating = intervals.union(own.arrival_ns, own.end_ns)
+    pending = intervals.union(own.enqueue_ns, own.arrival_ns)
+    return RankTime(
+        rank=rank,
+        step_start_ns=windows[:, 0],
+        step_end_ns=windows[:, 1],
+        wait=wait,
+        exposed=intervals.intersect(wait, communicating),
+        straggling=intervals.subtract(intervals.intersect(wait, pending), communicating),
+        optimizer=optimizer,
+        input=intervals.subtract(all_input, paused),
+        paused=paused,
+        backward=backward,
+        forward=forward,
+        communicating=communicating,
+    )
+
+
+def _spans(events: Events, *kinds: str) -> Spans:
+    rows = events.of_kind(*kinds)
+    rows = rows.where(rows.stream == Stream.COMPUTE)
+    return intervals.union(rows.start_ns, rows.end_ns)
+
+
+class Segment(NamedTuple):
+    """A stretch of one rank's compute stream with one label. ``kind`` is an event's kind, or ``rest``."""
+
+    start_ns: int
+    end_ns: int
+    kind: str
+    name: str
+    bucket: int = -1
+
+
+def segments(events: Events, start_ns: int, end_ns: int) -> list[Segment]:
+    """Flatten the compute stream between two times: each moment gets its innermost event, gaps get ``rest``."""
+    wanted = (events.stream == Stream.COMPUTE) & np.isin(events.kind.astype(str), COMPUTE_KINDS)
+    wanted &= (events.start_ns < end_ns) & (events.end_ns > start_ns) & (events.duration_ns > 0)
+    rows = [
+        Segment(max(e.start_ns, start_ns), min(e.end_ns, end_ns), e.kind, e.name, e.bucket)
+        for e in events.where(wanted)
+    ]
+    rows.sort(key=lambda row: (row.start_ns, -row.end_ns))
+    found: list[Segment] = []
+    stack: list[Segment] = []
+    cursor = start_ns
+
+    def advance(until_ns: int) -> None:
+        nonlocal cursor
+        while stack and stack[-1].end_ns <= until_ns:
+            top = stack.pop()
+            if top.end_ns > cursor:
+                found.append(top._replace(start_ns=cursor))
+                cursor = top.end_ns
+        if until_ns > cursor:
+            found.append(
+                stack[-1]._replace(start_ns=cursor, end_ns=until_ns)
+                if stack
+                else Segment(cursor, until_ns, REST, "")
+            )
+            cursor = until_ns
+
+    for row in rows:
+        advance(row.start_ns)
+        stack.append(row)
+    advance(end_ns)
+    return found
+
 
 NS_A_MS = 1e6
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from headway.arrays import Flags, Ints, Texts
-from headway.trace.events import Event, Kind, texts
+from headway.trace.events import Event, Kind, inner_messages, texts
 from headway.trace.format import Trace
-from headway.trace.messages import inner_messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.breakdown import NS_A_MS, RankTime, Segment, segments
 from headway.diagnosis.communication import Communications
-from headway.diagnosis.timeline import RankTime, Segment, segments
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 

@@ -10,12 +10,11 @@ import numpy as np
 from headway import intervals
 from headway.arrays import Floats
 from headway.cluster import Cluster
+from headway.diagnosis.breakdown import RankTime
 from headway.diagnosis.communication import Communications
-from headway.diagnosis.timeline import RankTime
 from headway.errors import ClusterError
-from headway.trace.events import Events, Kind
+from headway.trace.events import Events, Kind, inner_messages
 from headway.trace.format import Trace
-from headway.trace.messages import inner_messages
 
 BITS_A_NS_IN_GBPS = 8.0  # bytes a nanosecond, in Gbit/s
 

@@ -8,9 +8,8 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.breakdown import NS_A_MS, RankTime
 from headway.diagnosis.buckets import in_steps
-from headway.diagnosis.timeline import RankTime
 from headway.model import ModelSpec, ModuleMemory, StageMemory
 from headway.strategies.footprint import AFTER, FORWARD, UPDATE, Footprint, constant_bytes, held_moments
 from headway.trace.events import Kind

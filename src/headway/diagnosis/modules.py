@@ -11,9 +11,8 @@ import numpy as np
 
 from headway import intervals
 from headway.arrays import Ints
-from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.breakdown import NS_A_MS, RankTime
 from headway.diagnosis.buckets import in_steps
-from headway.diagnosis.timeline import RankTime
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 

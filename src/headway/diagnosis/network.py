@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Flags, Floats
-from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.breakdown import NS_A_MS, RankTime
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.findings import Finding, of_each_step, percent
-from headway.diagnosis.timeline import RankTime
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 from headway.units import format_rate

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headway.diagnosis.breakdown import Breakdown
-from headway.diagnosis.exposure import why_exposed
 from headway.diagnosis.findings import HALF, Finding, listed, milliseconds, of_each_step, percent, unexplained
-from headway.diagnosis.gradients import CommunicationShape
-from headway.diagnosis.pauses import Pause, pause_advice
+from headway.diagnosis.gradients import CommunicationShape, why_exposed
+from headway.diagnosis.stalls import Pause, pause_advice
 from headway.diagnosis.stragglers import UNKNOWN, Straggler
 from headway.trace.events import Kind
 from headway.trace.format import Trace

@@ -40,14 +40,12 @@ from headway.graph.step_layout import InRecordedOrder, StepLayout
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.model import ModelSpec, ParameterSpec, PassMemory
-from headway.passes.base import Pass
-from headway.passes.computation import whole_model, with_timelines
+from headway.passes.base import Pass, whole_model, with_timelines
 from headway.passes.measured import MeasuredModules, MeasuredPass
 from headway.permission import ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS, Permission
 from headway.planning.bound import StepBound, bound_of
 from headway.plugins import API_VERSION
-from headway.scheduling.buckets import Bucket, BucketSchedule, make_buckets, whole
-from headway.scheduling.readiness import BucketReadiness
+from headway.scheduling.buckets import Bucket, BucketReadiness, BucketSchedule, make_buckets, whole
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint

@@ -392,7 +392,7 @@ def check_pass(
 
 
 def _pass_trained(changed: Pass | None, module: torch.nn.Module) -> Sequence[float]:
-    from headway.passes.applied import apply_all
+    from headway.passes.other_forward import apply_all
 
     optimizer = _optimizer(module)
     run = module

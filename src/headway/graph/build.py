@@ -8,13 +8,12 @@ from typing import Generic, TypeVar
 
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand, expand_nccl
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import GLOO, Selection, native
 from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
 from headway.scheduling.schedule import Schedule
-from headway.simulation.building import OperationGraphBuilder
-from headway.simulation.operations import OperationGraph
+from headway.simulation.building import OperationGraph, OperationGraphBuilder
 
 S = TypeVar("S", bound=Schedule)
 

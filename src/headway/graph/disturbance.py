@@ -9,8 +9,8 @@ import numpy as np
 
 from headway.graph.build import GraphBuilder
 from headway.intervals import Intervals
+from headway.simulation.building import OperationGraph
 from headway.simulation.engine import PlayedTimes, play
-from headway.simulation.operations import OperationGraph
 
 ROUNDS = 4
 

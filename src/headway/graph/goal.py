@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from headway import files
-from headway.collectives.columns import columns_of, message_bytes, structure_of
+from headway.collectives.program import columns_of, message_bytes, structure_of
 from headway.errors import UserError
 from headway.graph.build import GraphBuilder
 from headway.graph.placed import PlacedCollective
-from headway.simulation.operations import DURATION, OperationGraph
+from headway.simulation.building import DURATION, OperationGraph
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder, RankCursor, S
 

@@ -115,7 +115,7 @@ def _call_when_a_rank(became: Callable[[], None]) -> None:
 
 def _notice_training_alone() -> Callable[[], None]:
     """Tell the launcher when an optimizer steps several times without a process group; returns what ends that."""
-    from headway.torch_private.step_hooks import after_every_step
+    from headway.torch_private.optimizers import after_every_step
 
     steps = 0
 

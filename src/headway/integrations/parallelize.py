@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import UnsupportedError, UserError
 from headway.integrations.fitted import strategy_for
-from headway.passes.applied import apply_all
+from headway.passes.other_forward import apply_all
 from headway.plan import Plan
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +12,30 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.errors import PlanError, UserError
-from headway.integrations.device_memory import memory_bytes
 from headway.plan import Plan
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.live.module_spec import model_spec
 from headway.torch_private import pipelining
 from headway.units import format_bytes
+
+_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """All memory of ``device``; None where nothing says."""
+    if device.type == "cuda":
+        total_bytes: int = torch.cuda.get_device_properties(device).total_memory
+        return total_bytes
+    try:
+        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    try:
+        limit = _GROUP_LIMIT.read_text().strip()
+    except OSError:
+        limit = ""
+    return min(total_bytes, int(limit)) if limit.isdigit() else total_bytes
+
 
 _undo: list[Callable[[], None]] = []
 

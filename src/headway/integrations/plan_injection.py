@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.integrations.fitted import check, strategy_for
 from headway.integrations.followable import injection_of
-from headway.passes.applied import applied_to, apply_all
+from headway.passes.other_forward import applied_to, apply_all
 from headway.plan import Plan
 from headway.plugins import asking
 from headway.strategies.injection import Injection
 from headway.strategies.live.existing_group import existing_group
 from headway.strategies.live.module_spec import model_spec
 from headway.torch_private import backends_of, sharded_by_fully_shard
-from headway.torch_private.step_hooks import StepHook, before_every_step
+from headway.torch_private.optimizers import StepHook, before_every_step
 from headway.units import format_bytes
 
 _stock_init: Callable[..., None] = DistributedDataParallel.__init__

@@ -27,7 +27,7 @@ from headway.integrations.short_runs import WARM_UP_STEPS
 from headway.plan import Plan
 from headway.recording.step_clock import StepClock
 from headway.strategies.injection import ScheduleInjection
-from headway.torch_private.step_hooks import after_every_step, before_every_step
+from headway.torch_private.optimizers import after_every_step, before_every_step
 
 TIMED_STEPS = 1000  # at most, the last ones
 PAUSE = (

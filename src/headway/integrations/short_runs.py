@@ -13,8 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway import files
 from headway.errors import LaunchError, one_line
-from headway.integrations.launch import CommandOutcome, injected_environment, run_command
-from headway.integrations.torchrun import spreads, starts_all_here, stated_world_size
+from headway.integrations.launch import (
+    CommandOutcome,
+    injected_environment,
+    run_command,
+    spreads,
+    starts_all_here,
+    stated_world_size,
+)
 
 WARM_UP_STEPS = 5  # as of a recording: DDP rebuilds its buckets after the first
 LEAST_STEPS = 3

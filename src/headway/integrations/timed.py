@@ -21,7 +21,7 @@ from headway.integrations import reports
 from headway.integrations.short_runs import TimeOptions, steps_file
 from headway.recording.attach import watch_constructions
 from headway.recording.step_clock import StepClock
-from headway.torch_private.step_hooks import after_every_step
+from headway.torch_private.optimizers import after_every_step
 
 
 def time_this_rank(options_json: str) -> None:

@@ -14,8 +14,7 @@ from typing import Literal
 
 from headway.errors import LabError, LaunchError, how_to_install
 from headway.lab import slow
-from headway.lab.output import OnLine, printer
-from headway.lab.session import Attempt, Job, RefusedError, Session
+from headway.lab.session import Attempt, Job, OnLine, RefusedError, Session, printer
 from headway.lab.spec import LabSpec
 
 Mode = Literal["auto", "root", "user", "loopback"]

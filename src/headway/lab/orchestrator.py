@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.lab import processes, traffic
-from headway.lab.cgroups import Quotas
-from headway.lab.events import Kill, LinkChange, SlowChange, TrafficStart
 from headway.lab.network import Network, address
-from headway.lab.slow import DutyCycle
-from headway.lab.spec import LabSpec
+from headway.lab.slow import DutyCycle, Quotas
+from headway.lab.spec import Kill, LabSpec, LinkChange, SlowChange, TrafficStart
 from headway.units import format_rate, parse_duration_s, parse_rate_gbps
 
 TIMED_OUT = 124

@@ -5,25 +5,138 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headway.errors import HeadwayError, LabError
-from headway.lab import cgroups, isolation, slow, state
-from headway.lab.environment import rank_environments
-from headway.lab.interrupts import forwarding
+from headway.lab import isolation, slow, state
+from headway.lab.network import INTERFACE, address
 from headway.lab.orchestrator import START, START_IN_GROUPS
-from headway.lab.output import Lines, OnLine, Stream
 from headway.lab.processes import LAB_ID
 from headway.lab.spec import LabSpec
+
+MASTER_PORT = 29500
+_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
+
+
+def rank_environments(
+    spec: LabSpec, base: Mapping[str, str], lab_id: str, *, mode: str, loopback_port: int | None = None
+) -> list[dict[str, str]]:
+    """One environment a rank, ``base`` with the lab's variables over it.
+
+    With ``loopback_port`` the hosts are not namespaces: rank 0 listens there, on 127.0.0.1.
+    ``OMP_NUM_THREADS`` and ``PYTHONUNBUFFERED`` are set to 1 where ``base`` does not set them.
+    """
+    loopback = loopback_port is not None
+    interface = "lo" if loopback else INTERFACE
+    common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    common |= {name: value for name, value in base.items() if name not in _FOREIGN}
+    common |= {
+        "WORLD_SIZE": str(spec.world_size),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "GROUP_WORLD_SIZE": str(len(spec.links)),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1" if loopback else address(0),
+        "MASTER_PORT": str(loopback_port or MASTER_PORT),
+        "TORCHELASTIC_RUN_ID": lab_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "HEADWAY_LAB_MODE": mode,
+        LAB_ID: lab_id,
+    }
+    environments: list[dict[str, str]] = []
+    for group, link in enumerate(spec.links):
+        for local_rank in range(link.workers):
+            rank = len(environments)
+            own = {
+                "RANK": str(rank),
+                "ROLE_RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(link.workers),
+                "GROUP_RANK": str(group),
+                "HEADWAY_HOST": link.name,
+                "HEADWAY_PACE_FACTOR": f"{spec.pace.get(rank, 1.0):g}",
+            }
+            environments.append(common | own)
+    return environments
+
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def forwarding(control: socket.socket) -> Iterator[None]:
+    """Pass signals on over ``control``, one byte each, for as long as the block runs; from the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(number: int, _: object) -> None:
+        with suppress(OSError):
+            control.send(bytes([number]))
+
+    heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+LONGEST_LINE_BYTES = 2**20
+Stream = Literal["stdout", "stderr"]
+OnLine = Callable[[int, Stream, str], None]
+
+
+class Lines:
+    """Cuts a stream of bytes into lines; a line without end is cut at 1 MiB."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[str]:
+        """Take ``data``; returns the lines that are now whole, without their ends."""
+        self._rest += data
+        *whole, rest = self._rest.split(b"\n")
+        self._rest = bytearray(rest)
+        if len(self._rest) > LONGEST_LINE_BYTES:
+            whole.append(self._rest)
+            self._rest = bytearray()
+        return [_text(line) for line in whole]
+
+    def end(self) -> list[str]:
+        """The last line, where it did not end."""
+        rest, self._rest = self._rest, bytearray()
+        return [_text(rest)] if rest else []
+
+
+def _text(line: bytes | bytearray) -> str:
+    return line.decode("utf-8", errors="replace")
+
+
+def printer(*, prefix: bool) -> OnLine:
+    """Print lines to this process's own stdout and stderr, with ``[rank N]`` before them."""
+
+    def show(rank: int, stream: Stream, line: str) -> None:
+        file = sys.stdout if stream == "stdout" else sys.stderr
+        file.write(f"[rank {rank}] {line}\n" if prefix else f"{line}\n")
+        file.flush()
+
+    return show
+
 
 _ENDED = "the lab's process ended before its ranks; check whether it was killed or memory ran out"
 
@@ -42,7 +155,7 @@ class Job:
     env: dict[str, str]
     grace_s: float
     timeout_s: float | None
-    quotas: cgroups.Quotas | None = None
+    quotas: slow.Quotas | None = None
     why_no_quotas: str = ""
 
 
@@ -137,7 +250,7 @@ class Session:
             finally:
                 self.control.close()
                 _end(self.orchestrator)
-                if self.job.quotas is None or cgroups.remove(self.job.quotas.path):
+                if self.job.quotas is None or slow.remove(self.job.quotas.path):
                     state.remove(self.job.id)
         if status is None:
             raise HeadwayError(_ENDED)
@@ -149,7 +262,7 @@ class Session:
         if quotas is not None:
             try:
                 quotas.make(spec.world_size, spec.slow_shares)
-            except cgroups.NotPermittedError as refusal:
+            except slow.NotPermittedError as refusal:
                 quotas, why_not = None, slow.instead(spec, refusal)
         if spec.slow_shares:
             notice(slow.announcement(quotas, why_not))

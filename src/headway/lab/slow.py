@@ -2,19 +2,204 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from headway.errors import LabError
-from headway.lab import cgroups, processes
+from headway.lab import processes
 from headway.lab.spec import LabSpec
+
+PERIOD_US = 20_000
+LEAST_QUOTA_US = 1_000
+MOST_PERIOD_US = 1_000_000
+LEAST_SHARE = LEAST_QUOTA_US / MOST_PERIOD_US
+_PREFIX = "headway-"
+
+
+# CPU quotas: the control groups that hold a lab's ranks, where groups may be made.
+#
+# A lab has one group, named after it, and in it one group a rank. Version 2 is known, and the ``cpu`` controller
+# of version 1. Groups that were there before are never changed: where version 2 hands the ``cpu`` controller down in no
+# group around us, quotas are not permitted. See the kernel's admin-guide/cgroup-v2 and scheduler/sched-bwc.
+
+
+class NotPermittedError(Exception):
+    """Quotas cannot be had on this machine; the text says why."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A group in which a lab's may be made; ``is_own`` where this process itself is in it."""
+
+    path: Path
+    version: int
+    is_own: bool
+
+
+def find_parent(process: Path = Path("/proc/self")) -> Parent:
+    """The nearest group around us that may hold a lab's, going by ``mountinfo`` and ``cgroup`` in ``process``.
+
+    Raises NotPermittedError where there is none.
+    """
+    reasons = []
+    for version, mount, own in _hierarchies(process):
+        around = [own, *own.parents]
+        around = around[: around.index(mount) + 1]
+        if version == 1:
+            around = around[:1]
+        else:
+            around = [path for path in around if "cpu" in _words(path / "cgroup.subtree_control")]
+        for path in around:
+            if os.access(path, os.W_OK | os.X_OK) and os.access(path / "cgroup.procs", os.W_OK):
+                return Parent(path, version, is_own=path == own)
+        reasons.append(
+            f"{around[0]} cannot be written" if around else f"{mount} does not delegate the cpu controller"
+        )
+    raise NotPermittedError(reasons[-1] if reasons else "no control groups with a cpu controller are mounted")
+
+
+def _hierarchies(process: Path) -> Iterator[tuple[int, Path, Path]]:
+    """Each mounted hierarchy that may control the CPU: version (2 first), mount point, our own group."""
+    groups = [line.split(":", 2) for line in _lines(process / "cgroup")]
+    mounts = [line.split(" - ") for line in _lines(process / "mountinfo") if " - cgroup" in line]
+    for version in (2, 1):
+        for place, filesystem in mounts:
+            kind, *_, options = filesystem.split()
+            if kind != ("cgroup2" if version == 2 else "cgroup"):
+                continue
+            if version == 1 and "cpu" not in options.split(","):
+                continue
+            root, mount = place.split()[3:5]
+            for _, controllers, group in groups:
+                ours = "cpu" in controllers.split(",") if version == 1 else not controllers
+                if ours and ".." not in group and Path(group).is_relative_to(root):
+                    yield version, Path(mount), Path(mount) / Path(group).relative_to(root)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def quota_us(share: float) -> tuple[int, int]:
+    """Quota and period, in microseconds, that give ``share`` of a core, within the kernel's bounds."""
+    period_us = min(max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share)), MOST_PERIOD_US)
+    return max(LEAST_QUOTA_US, round(share * period_us)), period_us
+
+
+def group_name(lab_id: str) -> str:
+    """What the group of lab ``lab_id`` is called."""
+    return _PREFIX + lab_id
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """The group of one lab and those of its ranks, made or still to be made."""
+
+    path: Path
+    version: int
+    is_own: bool = False
+
+    @classmethod
+    def within(cls, parent: Parent, lab_id: str) -> Quotas:
+        """Lab ``lab_id``'s groups in ``parent``; nothing is made yet."""
+        return cls(parent.path / group_name(lab_id), parent.version, parent.is_own)
+
+    def make(self, ranks: int, shares: Iterable[float]) -> None:
+        """Make the groups, and try that they take ``shares`` and a process.
+
+        Raises NotPermittedError, with nothing left behind, where they do not.
+        """
+        try:
+            self.path.mkdir()
+            if self.version == 2:
+                (self.path / "cgroup.subtree_control").write_text("+cpu")
+            if self.is_own:
+                self._weigh(ranks)
+            for rank in range(ranks):
+                self._group(rank).mkdir()
+            for share in (*shares, 1.0):
+                self.apply(0, share)
+            enter = ["sh", "-c", 'echo 0 > "$0"', str(self.entrance(0))]
+            entered = subprocess.run(enter, check=False, capture_output=True, text=True)
+            if entered.returncode:
+                raise OSError(0, entered.stderr.strip())
+        except OSError as failure:
+            remove(self.path)
+            raise NotPermittedError(f"{self.path}: {failure.strerror}") from None
+
+    def _weigh(self, ranks: int) -> None:
+        """Let every rank weigh as much as a process that stayed outside, a sibling of the lab's group."""
+        if self.version == 2:
+            (self.path / "cpu.weight").write_text(str(min(100 * ranks, 10_000)))
+        else:
+            (self.path / "cpu.shares").write_text(str(min(1024 * ranks, 262_144)))
+
+    def apply(self, rank: int, share: float) -> None:
+        """Let ``rank`` and all its children together have ``share`` of a core; 1 is no limit. Raises OSError."""
+        group = self._group(rank)
+        quota, period = quota_us(share)
+        if self.version == 2:
+            (group / "cpu.max").write_text(f"{'max' if share >= 1 else quota} {period}")
+            return
+        # The kernel holds quota and period against each other; without a quota any period will do.
+        (group / "cpu.cfs_quota_us").write_text("-1")
+        (group / "cpu.cfs_period_us").write_text(str(period))
+        if share < 1:
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def describe(self, share: float) -> str:
+        """What a rank with ``share`` does."""
+        return f"gets {share:.0%} of a core" if share < 1 else "has no CPU quota"
+
+    def entrance(self, rank: int) -> Path:
+        """The file into which a process writes 0 to be in ``rank``'s group, and its children after it."""
+        return self._group(rank) / "cgroup.procs"
+
+    def _group(self, rank: int) -> Path:
+        return self.path / f"rank{rank}"
+
+
+def members(path: Path) -> set[int]:
+    """The pids of the processes in a lab's group and below it."""
+    found: set[int] = set()
+    for file in path.rglob("cgroup.procs"):
+        found.update(int(word) for word in _words(file))
+    return found - {0}
+
+
+def remove(path: Path, patience_s: float = 2.0) -> bool:
+    """Remove a lab's group and those below it; returns whether all are gone. One with a process in it stays."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        for folder, _, _ in os.walk(path, topdown=False):
+            with suppress(OSError):
+                os.rmdir(folder)
+        if not path.exists():
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
 
 DUTY_PERIOD_S = 0.04
 
 
-def choose(spec: LabSpec, lab_id: str) -> tuple[cgroups.Quotas | None, str]:
+def choose(spec: LabSpec, lab_id: str) -> tuple[Quotas | None, str]:
     """The quotas that are to slow ``spec``'s workers, not yet made; or None, and why they cannot be had.
 
     Raises LabError where the spec insists on quotas and they are not permitted.
@@ -22,15 +207,15 @@ def choose(spec: LabSpec, lab_id: str) -> tuple[cgroups.Quotas | None, str]:
     if spec.slow_by == "signals" or (spec.slow_by == "auto" and not spec.slow_shares):
         return None, ""
     try:
-        if any(share < cgroups.LEAST_SHARE for share in spec.slow_shares):
-            raise cgroups.NotPermittedError(f"the kernel permits no share below {cgroups.LEAST_SHARE:g}")
-        quotas = cgroups.Quotas.within(cgroups.find_parent(), lab_id)
+        if any(share < LEAST_SHARE for share in spec.slow_shares):
+            raise NotPermittedError(f"the kernel permits no share below {LEAST_SHARE:g}")
+        quotas = Quotas.within(find_parent(), lab_id)
         return (quotas if spec.slow_shares else None), ""
-    except cgroups.NotPermittedError as refusal:
+    except NotPermittedError as refusal:
         return None, instead(spec, refusal)
 
 
-def instead(spec: LabSpec, refusal: cgroups.NotPermittedError) -> str:
+def instead(spec: LabSpec, refusal: NotPermittedError) -> str:
     """Why signals stand in for quotas. Raises LabError where the spec insists on quotas."""
     if spec.slow_by == "quota":
         raise LabError(
@@ -41,7 +226,7 @@ def instead(spec: LabSpec, refusal: cgroups.NotPermittedError) -> str:
     return str(refusal)
 
 
-def announcement(quotas: cgroups.Quotas | None, why_not: str) -> str:
+def announcement(quotas: Quotas | None, why_not: str) -> str:
     """One line that says how workers are slowed."""
     if quotas:
         return f"slow workers get a CPU quota (cgroup v{quotas.version})"

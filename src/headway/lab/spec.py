@@ -6,28 +6,144 @@ Host ``i`` of a plain count is called ``host{i}``; ranks fill the hosts in order
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from headway import files
 from headway.errors import LabError, UserError
-from headway.lab.events import (
-    Event,
-    Kill,
-    LinkChange,
-    Name,
-    Pace,
-    RankIndex,
-    Rate,
-    Share,
-    SlowChange,
-    Strict,
-    TrafficStart,
-)
-from headway.units import parse_rate_gbps
+from headway.units import format_rate, parse_duration_s, parse_rate_gbps
+
+MIN_RATE_GBPS = 1e-5
+MAX_RATE_GBPS = 30.0
+MAX_TIME_S = 7 * 86400.0
+
+
+# What may happen in a lab while the job runs, and the scalars that lab files are made of.
+#
+# Rates, durations and times stay the text people wrote (``400mbit``, ``5s``); they are checked when the
+# value is made and read where they are used.
+
+
+def _rate(text: object) -> object:
+    gbps = parse_rate_gbps(text)
+    if not MIN_RATE_GBPS <= gbps <= MAX_RATE_GBPS:
+        raise LabError(
+            "rate is out of a lab's range",
+            got=text,
+            expected=f"{format_rate(MIN_RATE_GBPS)} to {format_rate(MAX_RATE_GBPS)}",
+        )
+    return text
+
+
+def _moment(text: object) -> object:
+    return _bounded(text, parse_duration_s(text, "time", zero=True))
+
+
+def _duration(text: object) -> object:
+    return _bounded(text, parse_duration_s(text))
+
+
+def _bounded(text: object, seconds: float) -> object:
+    if seconds > MAX_TIME_S:
+        raise LabError("time is too long for a lab", got=text, expected="at most a week")
+    return text
+
+
+Rate = Annotated[str, BeforeValidator(_rate)]
+Moment = Annotated[str, BeforeValidator(_moment)]
+Duration = Annotated[str, BeforeValidator(_duration)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Pace = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+RankIndex = Annotated[int, Field(strict=True, ge=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Direction = Literal["up", "down", "both"]
+
+
+class Strict(BaseModel):
+    """A value of a lab file: frozen, and no key but those named."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+
+class LinkChange(Strict):
+    """At ``at`` after the ranks started, ``link``'s rate becomes ``rate`` in ``direction``."""
+
+    at: Moment
+    link: Name
+    rate: Rate
+    direction: Direction = "both"
+
+
+class Traffic(Strict):
+    """Another tenant's TCP connection from ``source`` to ``target`` at ``rate``, at most; ``for`` ends it."""
+
+    source: Name = Field(alias="from")
+    target: Name = Field(alias="to")
+    rate: Rate
+    duration: Duration | None = Field(default=None, alias="for")
+
+
+class TrafficStart(Strict):
+    """At ``at``, ``traffic`` starts."""
+
+    at: Moment
+    traffic: Traffic
+
+
+class Slowdown(Strict):
+    """``rank`` gets ``share`` of the time; 1 is full speed."""
+
+    rank: RankIndex
+    share: Share
+
+
+class SlowChange(Strict):
+    """At ``at``, a rank's share of the time changes."""
+
+    at: Moment
+    slow: Slowdown
+
+
+class Kill(Strict):
+    """At ``at``, rank ``kill`` gets SIGKILL."""
+
+    at: Moment
+    kill: RankIndex
+
+
+_EVENTS = ("link", "traffic", "slow", "kill")
+
+
+def _event_kind(event: Any) -> str | None:
+    kinds = [kind for kind in _EVENTS if (kind in event if isinstance(event, dict) else hasattr(event, kind))]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+Event = Annotated[
+    Annotated[LinkChange, Tag("link")]
+    | Annotated[TrafficStart, Tag("traffic")]
+    | Annotated[SlowChange, Tag("slow")]
+    | Annotated[Kill, Tag("kill")],
+    Discriminator(
+        _event_kind,
+        custom_error_type="event",
+        custom_error_message="expected a mapping with at and exactly one of link, traffic, slow, kill",
+    ),
+]
+
 
 MAX_HOSTS = 200
 MAX_WORKERS = 200
@@ -175,3 +291,105 @@ def load_spec(path: str | Path) -> LabSpec:
     what = f"lab file {path}"
     text = files.read_text(Path(path), LabError, "lab file", MAX_SPEC_BYTES)
     return parse_spec(files.plain_yaml(text, LabError, what), what)
+
+
+EVENT_FORM = (
+    "TIME link HOST [up|down|both] RATE, TIME traffic FROM TO RATE [DURATION], TIME slow RANK SHARE "
+    "or TIME kill RANK"
+)
+
+
+def parse_event(text: str) -> dict[str, Any]:
+    """Read one event such as ``5s link host1 down 100mbit`` as it stands in a lab file's timeline."""
+    match text.split():
+        case [at, "link", host, ("up" | "down" | "both") as direction, rate]:
+            return {"at": at, "link": host, "rate": rate, "direction": direction}
+        case [at, "link", host, rate]:
+            return {"at": at, "link": host, "rate": rate}
+        case [at, "traffic", source, target, rate]:
+            return {"at": at, "traffic": {"from": source, "to": target, "rate": rate}}
+        case [at, "traffic", source, target, rate, duration]:
+            return {"at": at, "traffic": {"from": source, "to": target, "rate": rate, "for": duration}}
+        case [at, "slow", rank, share]:
+            return {"at": at, "slow": {"rank": _whole(rank, text), "share": share}}
+        case [at, "kill", rank]:
+            return {"at": at, "kill": _whole(rank, text)}
+    raise LabError("event cannot be read", got=text, expected=EVENT_FORM)
+
+
+def parse_pairs(pairs: Iterable[str], flag: str) -> dict[int, str]:
+    """Read ``1=0.5`` pairs, rank to value. Raises LabError for another form."""
+    values: dict[int, str] = {}
+    for pair in pairs:
+        rank, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise LabError(f"{flag} cannot be read", got=pair, expected="RANK=VALUE such as 1=0.5")
+        values[_whole(rank, pair)] = value
+    return values
+
+
+def override(
+    base: LabSpec | None,
+    *,
+    hosts: int | None = None,
+    workers_per_host: int | None = None,
+    rate: str | None = None,
+    up: str | None = None,
+    down: str | None = None,
+    slow: dict[int, str] | None = None,
+    slow_by: str | None = None,
+    pace: dict[int, str] | None = None,
+    timeline: Iterable[dict[str, Any]] = (),
+) -> LabSpec:
+    """``base`` with flags on top of it.
+
+    A flag wins over the file, also over what the file says for single hosts. ``slow`` and ``pace`` replace
+    the ranks they name, and ``timeline`` adds events. Raises LabError where the result does not fit together.
+    """
+    data: dict[str, Any] = base.model_dump(by_alias=True, exclude_unset=True) if base else {}
+    if hosts is not None:
+        data["hosts"] = hosts
+    if workers_per_host is not None:
+        data["workers_per_host"] = workers_per_host
+        _forget(data, "workers")
+    if rate is not None:
+        data["rate"] = rate
+        _forget(data, "rate", "up", "down")
+        for key in ("up", "down"):
+            data.pop(key, None)
+    for key, value in (("up", up), ("down", down)):
+        if value is not None:
+            _spread_rate(data, key)
+            data[key] = value
+    if slow_by is not None:
+        data["slow_by"] = slow_by
+    data["slow"] = {**data.get("slow", {}), **(slow or {})}
+    data["pace"] = {**data.get("pace", {}), **(pace or {})}
+    data["timeline"] = [*data.get("timeline", ()), *timeline]
+    return parse_spec(data, "lab")
+
+
+def _forget(data: dict[str, Any], *keys: str) -> None:
+    """Drop what single hosts say about ``keys``, so that the whole lab's value counts."""
+    if isinstance(data.get("hosts"), list | tuple):
+        data["hosts"] = [{k: v for k, v in host.items() if k not in keys} for host in data["hosts"]]
+
+
+def _spread_rate(data: dict[str, Any], key: str) -> None:
+    """Make room for the whole lab's ``key`` (up or down): a host's ``rate`` keeps the other direction only."""
+    other = "down" if key == "up" else "up"
+    if isinstance(data.get("hosts"), list | tuple):
+        hosts = []
+        for host in data["hosts"]:
+            kept = {k: v for k, v in host.items() if k not in {key, "rate"}}
+            if host.get("rate") is not None:
+                kept.setdefault(other, host["rate"])
+            hosts.append(kept)
+        data["hosts"] = hosts
+
+
+def _whole(text: str, shown: str) -> int:
+    try:
+        return int(text, 10)
+    except ValueError:
+        raise LabError("rank cannot be read", got=shown, expected="a rank such as 1") from None

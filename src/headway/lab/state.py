@@ -24,7 +24,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validato
 
 from headway import files
 from headway.errors import LabError
-from headway.lab import cgroups
+from headway.lab import slow
 from headway.lab.processes import members, start_time
 
 _MAX_RECORD_BYTES = 4 * 2**20
@@ -70,7 +70,7 @@ class Record(BaseModel):
 
     @model_validator(mode="after")
     def _names_its_own_group(self) -> Record:
-        if self.group is not None and self.group.name != cgroups.group_name(self.id):
+        if self.group is not None and self.group.name != slow.group_name(self.id):
             raise ValueError("the control group is not this lab's")
         return self
 
@@ -184,12 +184,12 @@ def _end_processes(record: Record, patience_s: float) -> bool:
 
 
 def _members(record: Record) -> set[int]:
-    grouped = cgroups.members(record.group) if record.group else set()
+    grouped = slow.members(record.group) if record.group else set()
     return grouped | set(members(record.id))
 
 
 def _remove_group(record: Record) -> bool:
-    return record.group is None or cgroups.remove(record.group)
+    return record.group is None or slow.remove(record.group)
 
 
 def _kill_if_ours(pid: int, record: Record) -> None:

@@ -20,8 +20,7 @@ from headway.collectives.algorithms import ALL_GATHER
 from headway.compression.codec import Codec, Sent
 from headway.compression.registry import proposed
 from headway.errors import one_line
-from headway.network.halting import stop_if_asked
-from headway.network.interference import RaisingThread, Work, repeat
+from headway.network.interference import RaisingThread, Work, repeat, stop_if_asked
 from headway.strategies.ddp.sending import Outgoing, send
 
 SIZES_MIB = (0.25, 2.0)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from headway.errors import UserError
 from headway.measuring.pass_runs import measure, run_command_line
 from headway.model import ModelSpec
+from headway.passes.base import lies_in
 from headway.passes.compile import Compile
-from headway.passes.regions import lies_in
 from headway.trace.format import Trace
 
 

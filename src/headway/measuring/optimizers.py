@@ -23,8 +23,7 @@ from headway.job import Job, MeasuredEffect
 from headway.measuring.pass_runs import run_command_line
 from headway.memory.pass_watch import Allocations
 from headway.model import ModelSpec
-from headway.passes.optimizer import IMPLEMENTATIONS, OptimizerImplementation, effect_name
-from headway.passes.optimizer_switch import switch
+from headway.passes.optimizer import IMPLEMENTATIONS, OptimizerImplementation, effect_name, switch
 
 ROUNDS = 9
 MOMENTUM = 0.9

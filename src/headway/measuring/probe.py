@@ -22,12 +22,11 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.measuring.codecs import codec_costs
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
-from headway.network.halting import stop_if_asked
-from headway.network.interference import communication_interference
-from headway.network.link_rates import link_rates
+from headway.network.fit import link_rates
+from headway.network.interference import communication_interference, stop_if_asked
 from headway.rpc import interface
 
 REPEATS = 5

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headway import torch_private
-from headway.memory.changes import Added, Change, Gone, Inner, Made
-from headway.memory.pass_watch import Allocations
+from headway.memory.pass_watch import Added, Allocations, Change, Gone, Inner, Made
 from headway.model import HalvedBackward
 
 MOST_NODES = 200_000

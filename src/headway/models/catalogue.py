@@ -6,13 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from headway.models.bert import bert_base, bert_large
-from headway.models.densenet import densenet201
-from headway.models.gpt2 import gpt2
-from headway.models.inception import inception_v4
-from headway.models.resnet import resnet50
+from headway.models.convolutional import densenet201, inception_v4, resnet50, vgg16
 from headway.models.table import LayerTable
-from headway.models.vgg import vgg16
+from headway.models.transformer import bert_base, bert_large, gpt2
 
 PUBLISHED: Mapping[str, Callable[..., LayerTable]] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Counting convolutional networks: each call adds a layer to the table and gives the shape of its output."""
+"""Convolutional networks as tables of layers: VGG, ResNet, DenseNet, Inception."""
 
 from __future__ import annotations
 
@@ -155,3 +155,195 @@ def _slide(
     height = (inputs.height + 2 * padding[0] - kernel[0]) // stride + 1
     width = (inputs.width + 2 * padding[1] - kernel[1]) // stride + 1
     return Feature(channels, height, width)
+
+
+_DENSENET_DEPTHS = (6, 12, 48, 32)
+_GROWTH = 32
+_BOTTLENECK = 4
+
+
+def densenet201(samples: int = 32) -> LayerTable:
+    """DenseNet-201 for a thousand classes and images of 224 x 224."""
+    net = ConvolutionalBuilder(samples)
+    x = net.convolution("features.conv0", Feature(3, 224, 224), 64, 7, stride=2, padding=3)
+    x = net.pool(net.norm("features.norm0", x), 3, stride=2, padding=1)
+    for block, depth in enumerate(_DENSENET_DEPTHS, start=1):
+        for layer in range(1, depth + 1):
+            x = _dense_layer(net, f"features.denseblock{block}.denselayer{layer}", x)
+        if block < len(_DENSENET_DEPTHS):
+            x = _transition(net, f"features.transition{block}", x)
+    net.linear("classifier", net.pool_all(net.norm("features.norm5", x)), 1000)
+    return net.table("DenseNet-201", f"{samples} images of 224 x 224")
+
+
+def _dense_layer(net: ConvolutionalBuilder, name: str, inputs: Feature) -> Feature:
+    x = net.convolution(f"{name}.conv1", net.norm(f"{name}.norm1", inputs), _BOTTLENECK * _GROWTH, 1)
+    x = net.convolution(f"{name}.conv2", net.norm(f"{name}.norm2", x), _GROWTH, 3, padding=1)
+    return net.concatenate(inputs, x)
+
+
+def _transition(net: ConvolutionalBuilder, name: str, inputs: Feature) -> Feature:
+    x = net.convolution(f"{name}.conv", net.norm(f"{name}.norm", inputs), inputs.channels // 2, 1)
+    return net.pool(x, 2, stride=2, average=True)
+
+
+Kernel = tuple[int, int]
+Step = tuple[int, Kernel]  # output channels and kernel of one unit of a branch
+
+_1x1, _3x3, _1x7, _7x1, _1x3, _3x1 = (1, 1), (3, 3), (1, 7), (7, 1), (1, 3), (3, 1)
+
+
+class _Inception:
+    """Convolution, norm and ReLU as a unit, and branches of such units that keep height and width."""
+
+    def __init__(self, net: ConvolutionalBuilder) -> None:
+        self.net = net
+
+    def unit(
+        self, name: str, inputs: Feature, channels: int, kernel: Kernel, *, stride: int = 1, same: bool = True
+    ) -> Feature:
+        padding = (kernel[0] // 2, kernel[1] // 2) if same else (0, 0)
+        x = self.net.convolution(f"{name}.conv", inputs, channels, kernel, stride, padding)
+        return self.net.norm(f"{name}.bn", x)
+
+    def branch(self, name: str, x: Feature, *steps: Step) -> Feature:
+        for index, (channels, kernel) in enumerate(steps):
+            x = self.unit(name if len(steps) == 1 else f"{name}.{index}", x, channels, kernel)
+        return x
+
+    def pooled(self, name: str, inputs: Feature, channels: int) -> Feature:
+        return self.unit(f"{name}.1", self.net.pool(inputs, 3, padding=1, average=True), channels, _1x1)
+
+    def shrink(self, name: str, x: Feature, channels: int) -> Feature:
+        return self.unit(name, x, channels, _3x3, stride=2, same=False)
+
+
+def inception_v4(samples: int = 64, pixels: int = 299) -> LayerTable:
+    """Inception-v4 for a thousand classes and images of ``pixels`` x ``pixels``."""
+    net = ConvolutionalBuilder(samples)
+    parts = _Inception(net)
+    x = _stem(parts, Feature(3, pixels, pixels))
+    for index in range(6, 10):
+        x = _block_a(parts, f"features.{index}", x)
+    x = _reduction_a(parts, "features.10", x)
+    for index in range(11, 18):
+        x = _block_b(parts, f"features.{index}", x)
+    x = _reduction_b(parts, "features.18", x)
+    for index in range(19, 22):
+        x = _block_c(parts, f"features.{index}", x)
+    net.linear("last_linear", net.pool_all(x), 1000)
+    return net.table("Inception-v4", f"{samples} images of {pixels} x {pixels}")
+
+
+def _stem(parts: _Inception, x: Feature) -> Feature:
+    net = parts.net
+    x = parts.shrink("features.0", x, 32)
+    x = parts.unit("features.1", x, 32, _3x3, same=False)
+    x = parts.unit("features.2", x, 64, _3x3)
+    x = net.concatenate(net.pool(x, 3, stride=2), parts.shrink("features.3.conv", x, 96))
+    short = parts.unit("features.4.branch0.0", x, 64, _1x1)
+    short = parts.unit("features.4.branch0.1", short, 96, _3x3, same=False)
+    long = x
+    for index, (channels, kernel) in enumerate(((64, _1x1), (64, _1x7), (64, _7x1))):
+        long = parts.unit(f"features.4.branch1.{index}", long, channels, kernel)
+    x = net.concatenate(short, parts.unit("features.4.branch1.3", long, 96, _3x3, same=False))
+    return net.concatenate(parts.shrink("features.5.conv", x, 192), net.pool(x, 3, stride=2))
+
+
+def _block_a(parts: _Inception, name: str, x: Feature) -> Feature:
+    return parts.net.concatenate(
+        parts.branch(f"{name}.branch0", x, (96, _1x1)),
+        parts.branch(f"{name}.branch1", x, (64, _1x1), (96, _3x3)),
+        parts.branch(f"{name}.branch2", x, (64, _1x1), (96, _3x3), (96, _3x3)),
+        parts.pooled(f"{name}.branch3", x, 96),
+    )
+
+
+def _reduction_a(parts: _Inception, name: str, x: Feature) -> Feature:
+    direct = parts.shrink(f"{name}.branch0", x, 384)
+    long = parts.branch(f"{name}.branch1", x, (192, _1x1), (224, _3x3))
+    long = parts.shrink(f"{name}.branch1.2", long, 256)
+    return parts.net.concatenate(direct, long, parts.net.pool(x, 3, stride=2))
+
+
+def _block_b(parts: _Inception, name: str, x: Feature) -> Feature:
+    return parts.net.concatenate(
+        parts.branch(f"{name}.branch0", x, (384, _1x1)),
+        parts.branch(f"{name}.branch1", x, (192, _1x1), (224, _1x7), (256, _7x1)),
+        parts.branch(f"{name}.branch2", x, (192, _1x1), (192, _7x1), (224, _1x7), (224, _7x1), (256, _1x7)),
+        parts.pooled(f"{name}.branch3", x, 128),
+    )
+
+
+def _reduction_b(parts: _Inception, name: str, x: Feature) -> Feature:
+    short = parts.unit(f"{name}.branch0.0", x, 192, _1x1)
+    short = parts.shrink(f"{name}.branch0.1", short, 192)
+    long = parts.branch(f"{name}.branch1", x, (256, _1x1), (256, _1x7), (320, _7x1))
+    long = parts.shrink(f"{name}.branch1.3", long, 320)
+    return parts.net.concatenate(short, long, parts.net.pool(x, 3, stride=2))
+
+
+def _block_c(parts: _Inception, name: str, x: Feature) -> Feature:
+    direct = parts.unit(f"{name}.branch0", x, 256, _1x1)
+    middle = parts.unit(f"{name}.branch1_0", x, 384, _1x1)
+    split = [
+        parts.unit(f"{name}.branch1_1a", middle, 256, _1x3),
+        parts.unit(f"{name}.branch1_1b", middle, 256, _3x1),
+    ]
+    deep = x
+    for index, (channels, kernel) in enumerate(((384, _1x1), (448, _3x1), (512, _1x3))):
+        deep = parts.unit(f"{name}.branch2_{index}", deep, channels, kernel)
+    split += [
+        parts.unit(f"{name}.branch2_3a", deep, 256, _1x3),
+        parts.unit(f"{name}.branch2_3b", deep, 256, _3x1),
+    ]
+    return parts.net.concatenate(direct, *split, parts.pooled(f"{name}.branch3", x, 256))
+
+
+_RESNET_DEPTHS = (3, 4, 6, 3)
+_EXPANSION = 4
+
+
+def resnet50(samples: int = 64) -> LayerTable:
+    """ResNet-50 for a thousand classes and images of 224 x 224."""
+    net = ConvolutionalBuilder(samples)
+    feature = net.norm("bn1", net.convolution("conv1", Feature(3, 224, 224), 64, 7, stride=2, padding=3))
+    feature = net.pool(feature, 3, stride=2, padding=1)
+    for stage, depth in enumerate(_RESNET_DEPTHS):
+        for block in range(depth):
+            stride = 2 if stage > 0 and block == 0 else 1
+            feature = net.cut(_bottleneck(net, f"layer{stage + 1}.{block}", feature, 64 << stage, stride))
+    net.linear("fc", net.pool_all(feature), 1000)
+    return net.table("ResNet-50", f"{samples} images of 224 x 224")
+
+
+def _bottleneck(net: ConvolutionalBuilder, name: str, inputs: Feature, width: int, stride: int) -> Feature:
+    """1 x 1 to ``width``, 3 x 3, 1 x 1 to four times ``width``, and a projection where the shape changes."""
+    x = net.norm(f"{name}.bn1", net.convolution(f"{name}.conv1", inputs, width, 1))
+    x = net.norm(f"{name}.bn2", net.convolution(f"{name}.conv2", x, width, 3, stride=stride, padding=1))
+    x = net.convolution(f"{name}.conv3", x, _EXPANSION * width, 1)
+    net.norm(f"{name}.bn3", x, activation=False)
+    if inputs != x:
+        short = net.convolution(f"{name}.downsample.0", inputs, x.channels, 1, stride=stride)
+        net.norm(f"{name}.downsample.1", short, activation=False)
+    return net.add(x)
+
+
+_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+
+
+def vgg16(samples: int = 32) -> LayerTable:
+    """VGG-16 for a thousand classes and images of 224 x 224."""
+    net = ConvolutionalBuilder(samples)
+    x, index = Feature(3, 224, 224), 0
+    for channels, depth in _STAGES:
+        for _ in range(depth):
+            x = net.cut(
+                net.activation(net.convolution(f"features.{index}", x, channels, 3, padding=1, bias=True))
+            )
+            index += 2  # an activation follows
+        x = net.cut(net.pool(x, 2, stride=2))
+        index += 1
+    for name, inputs, outputs in (("0", x.numel, 4096), ("3", 4096, 4096), ("6", 4096, 1000)):
+        net.linear(f"classifier.{name}", inputs, outputs)
+    return net.table("VGG-16", f"{samples} images of 224 x 224")

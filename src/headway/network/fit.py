@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,13 +13,118 @@ import numpy.typing as npt
 
 from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import ALGORITHMS, NATIVE, NCCL, OF_LIBRARIES, cost_name, sent_bytes
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.errors import TraceError
-from headway.graph.update_cost import background_update_cost, is_background
+from headway.graph.recorded import both_ends
+from headway.graph.step_layout import background_update_cost, is_background
 from headway.intervals import Intervals
-from headway.network.message_fit import Rates, message_rates
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
+
+UNEQUAL = 1.1  # times the slowest rate
+MOST_STRIDES = 3
+
+
+def link_rates(measured: Callable[[int], Sequence[float]]) -> tuple[list[float], list[float]]:
+    """What the link of each place carries up and down; ``measured`` has each send so many places on, all at once.
+
+    It is asked for the next one, and where rates differ for others as well.
+    """
+    found = {1: measured(1)}
+    places = len(found[1])
+    if places > 2 and max(found[1]) > min(found[1]) * UNEQUAL:
+        for stride in range(2, min(places, MOST_STRIDES + 1)):
+            found[stride] = measured(stride)
+    return attributed(found)
+
+
+def attributed(rates: Mapping[int, Sequence[float]]) -> tuple[list[float], list[float]]:
+    """What links carry up and down where place ``i`` sent to place ``i + stride`` at ``rates[stride][i]``."""
+    places = range(len(rates[1]))
+    up = [max(own[place] for own in rates.values()) for place in places]
+    down = [max(own[place - stride] for stride, own in rates.items()) for place in places]
+    return up, down
+
+
+SHORT_WAIT_NS = 100_000  # for what has arrived before
+OF_THE_FASTEST = 0.1  # of a pair's messages: who waits for others first is told of an arrival late
+
+
+class Rates(NamedTuple):
+    """Of messages out of, into and within hosts, in Gbit/s; what no message took is left out."""
+
+    up: dict[str, float]
+    down: dict[str, float]
+    local: float | None
+
+
+def message_rates(trace: Trace, latency_us: float) -> Rates | None:
+    """What single messages went at, less ``latency_us`` each; None where there are none.
+
+    A host's rate is that of its fastest pair: a slower one is slow for the other end's sake.
+    """
+    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
+    flights = list(_flights(trace))
+    for message in list(_alone(flights)) or flights:
+        took_ns = max(1.0, message.end_ns - message.begin_ns - latency_us * 1e3)
+        seen[message.hosts].append(8 * message.size_bytes / took_ns)
+    rates = {hosts: float(np.quantile(each, 1 - OF_THE_FASTEST)) for hosts, each in seen.items()}
+    if not rates:
+        return None
+    up: dict[str, float] = {}
+    down: dict[str, float] = {}
+    for (sender, receiver), rate in rates.items():
+        if sender == receiver:
+            continue
+        up[sender] = max(up.get(sender, 0.0), rate)
+        down[receiver] = max(down.get(receiver, 0.0), rate)
+    return Rates(up, down, min((rate for (one, other), rate in rates.items() if one == other), default=None))
+
+
+class _Flight(NamedTuple):
+    hosts: tuple[str, str]
+    begin_ns: int
+    end_ns: int
+    size_bytes: int
+    awaited: bool  # whether the receiver waited when it arrived, and so knows when
+
+
+def _flights(trace: Trace) -> Iterator[_Flight]:
+    """Messages, from when both sides had asked for them."""
+    waits = {
+        rank: Intervals((row.start_ns, row.end_ns) for row in events.of_kind(Kind.WAIT))
+        for rank, events in trace.events.items()
+    }
+    for message in both_ends(trace):
+        hosts = trace.hosts[message.sender], trace.hosts[message.receiver]
+        begin_ns, end_ns, size_bytes = message.begin_ns, message.received.end_ns, message.received.size_bytes
+        if end_ns > begin_ns and size_bytes > 0:
+            waited_ns = waits[message.receiver].share_of(begin_ns, end_ns) * (end_ns - begin_ns)
+            yield _Flight(hosts, begin_ns, end_ns, size_bytes, waited_ns > SHORT_WAIT_NS)
+
+
+def _alone(flights: list[_Flight]) -> Iterator[_Flight]:
+    """Those with a known end, during which neither host sent, or received, another one, if they are on two."""
+    disturbed = _overlapping(flights, 0) | _overlapping(flights, 1)
+    for number, flight in enumerate(flights):
+        source, target = flight.hosts
+        if flight.awaited and (source == target or number not in disturbed):
+            yield flight
+
+
+def _overlapping(flights: list[_Flight], end: int) -> set[int]:
+    """The numbers of those that overlap with another of the same host: the sender (``end`` 0) or the receiver (1)."""
+    found: set[int] = set()
+    longest: dict[str, int] = {}  # of each host, the flight that ends last of those before
+    for number in sorted(range(len(flights)), key=lambda number: flights[number].begin_ns):
+        host = flights[number].hosts[end]
+        before = longest.get(host)
+        if before is not None and flights[before].end_ns > flights[number].begin_ns:
+            found |= {before, number}
+        if before is None or flights[number].end_ns > flights[before].end_ns:
+            longest[host] = number
+    return found
+
 
 DEFAULT_LATENCY_US = 100.0  # of a message of Gloo's
 ASSUMED_GBPS = 100.0  # between workers, of whom one was recorded
@@ -70,7 +176,7 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     flat = _cluster(trace, 8.0 / fit.ns_per_byte, dict.fromkeys(names, cost) | host_costs(trace), source)
     if flat.library != "nccl":
         return flat
-    from headway.network.nccl_trace import with_nccl
+    from headway.network.nccl_tests import with_nccl
 
     return with_nccl(trace, flat, fit.error)
 

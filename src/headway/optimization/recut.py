@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from headway.job import Job
 from headway.planning.stage_split import Split
-from headway.planning.time_limit import time_is_up
 from headway.replayer.cut_recording import CutRecording, why_not_cut
 from headway.replayer.recut import stage_links
 from headway.replayer.replayer import Replayer
@@ -23,6 +22,7 @@ from headway.strategies.pipeline.candidates import candidates
 from headway.strategies.pipeline.cut_job import passing, places, tied_bytes
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.time_limit import time_is_up
 
 SPLITS = 3  # that are replayed of each number of stages
 TIE = 0.01

@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headway.errors import UserError
-from headway.optimization.candidate import Candidate, is_better, no_other_training
-from headway.optimization.ranking import best_to_take, gains
+from headway.optimization.candidate import Candidate, is_better, needed_bytes, no_other_training
+from headway.plan import Plan, Prediction
 from headway.planning.bound import StepBound
+from headway.replayer.expectation import SAME_SHARE
 from headway.replayer.fidelity import is_reproduced
+from headway.replayer.replayer import Replayer
 from headway.strategies import registry
-from headway.strategies.base import DATA, Strategy
+from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.registry import plugin_of
+
+
+def best_first(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """By predicted time; of equals the recorded plan, then less memory, fewer changes and fewer collectives."""
+
+    def key(candidate: Candidate) -> tuple[float, int, int, int]:
+        return (
+            candidate.predicted_ms,
+            candidate.peak_bytes or 0 if candidate.changed else -1,
+            candidate.change_count,
+            candidate.schedule.collectives,
+        )
+
+    return tuple(sorted(candidates, key=key))
+
+
+def best_to_take(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest of ``candidates``, best first, or one that ties with it and needs less memory or fewer changes.
+
+    Plans that train as recorded are preferred among those that tie. Memory counts where predicted peaks can be told
+    apart.
+    """
+    fastest = candidates[0]
+    tied = [each for each in candidates if is_tied(each, fastest)]
+    tied = [each for each in tied if not each.changes_training] or tied
+    least_bytes = min(needed_bytes(each) for each in tied)
+    tied = [each for each in tied if (each.peak_bytes or 0) <= least_bytes]
+    return min(tied, key=lambda each: each.change_count)
+
+
+def is_tied(one: Candidate, other: Candidate) -> bool:
+    """Whether it cannot be said which is faster.
+
+    Predictions of one kind of strategy share most of their error: they differ by what predictions of the recorded
+    strategy may be off by. Those of different kinds may be off by ± each.
+    """
+    if one.strategy.family == other.strategy.family:
+        return abs(one.predicted_ms - other.predicted_ms) <= SAME_SHARE * other.predicted_ms
+    return one.expected.like(other.expected)
+
+
+def gains(candidate: Candidate) -> bool:
+    """Whether it is faster than what was recorded by more than ±."""
+    return not candidate.expected.may_gain_nothing
+
 
 STAGES = "stages"
 
@@ -167,3 +217,35 @@ def following(found: SearchResult, strategy: str | None = None) -> Candidate:
 def names_of(strategy: Strategy) -> tuple[str, str]:
     """What a user may call it by: its own name, or the dimension of the mesh that it is for."""
     return strategy.name, strategy.dimension
+
+
+def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
+    """The plan file's value for a candidate. It remembers where the trace is, which settings of other tools need."""
+    plan = _plan_of(candidate, replayer)
+    if not candidate.changed and plan.prediction is not None:
+        prediction = plan.prediction.model_copy(update={"recorded": plan.digest})
+        plan = plan.model_copy(update={"prediction": prediction})
+    of_this_job = candidate.recut is None and plan.world_size == replayer.trace.world_size
+    return plan.model_copy(update={"trace": os.path.abspath(replayer.trace.path)}) if of_this_job else plan
+
+
+def _plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
+    trace, strategy = replayer.trace, candidate.strategy
+    prediction = Prediction(
+        step_ms=candidate.predicted_ms,
+        baseline_ms=candidate.expected.recorded_ms,
+        uncertainty_ms=candidate.uncertainty_ms,
+        peak_bytes=candidate.peak_bytes,
+    )
+    job = candidate.recut or replayer.job
+    stages = trace.stages if candidate.recut is None else job.stages
+    if isinstance(strategy, MeshStrategy):
+        return Plan.on_mesh(strategy, job.mesh, stages, prediction=prediction, cluster=job.on)
+    if strategy.dimension == PIPELINE:
+        return Plan.pipeline(strategy, stages, ranks=trace.world_size, prediction=prediction, cluster=job.on)
+    plan = Plan.data_parallel(
+        strategy, trace.world_size, trace.model, prediction=prediction, cluster=replayer.cluster
+    )
+    return Plan(
+        **{**dict(plan), "passes": candidate.passes, "changes_training": candidate.changes_training or None}
+    )

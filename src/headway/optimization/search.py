@@ -3,34 +3,219 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from headway.errors import one_line
+from headway.errors import UserError, one_line
 from headway.job import Job
-from headway.optimization.asking import Asking, bounded
-from headway.optimization.candidate import Candidate
-from headway.optimization.memory_limit import exclusion, within
-from headway.optimization.ranking import best_first
+from headway.optimization.candidate import UNCHANGED, Candidate, exclusion, within
 from headway.optimization.recut import Recut, Recuts, recuts
-from headway.optimization.replaying import Progress, replay_all
-from headway.optimization.result import SearchResult
-from headway.optimization.sizes import for_script, script_micro_batches, sizes
+from headway.optimization.result import SearchResult, best_first
+from headway.optimization.sizes import Size, for_script, script_micro_batches, sizes
 from headway.optimization.with_passes import WithPasses, with_passes
 from headway.permission import permitted
 from headway.plan.permissions import check_allowed
-from headway.planning.bound import StepBound, bound_of, form_of, least_sent_share
-from headway.planning.time_limit import TimeLimit, limited
+from headway.planning.bound import OwnBounds, StepBound, bound_of, form_of, least_sent_share
 from headway.plugins import PluginFaultError, asking, leave_out
+from headway.replayer.expectation import Expectation
+from headway.replayer.memory import peak_bytes, peak_is_rough
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy, decided, fits
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import Proposal, StrategyPlugin, proposal_of
-from headway.strategies.registry import ask
+from headway.strategies.registry import ask, plugin_of
+from headway.time_limit import TimeLimit, limited
 from headway.units import counted
+
+FASTEST = 3
+"""So many of each strategy that were faster a plan has to be slower than for certain, before it is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A plan to be replayed by ``replay``, which takes no less than ``lower_ms()`` (0 where nothing is known).
+
+    ``always`` says that it is replayed whatever the others take, and however little time there is.
+    """
+
+    strategy: Strategy
+    schedule: Schedule
+    replay: Callable[[], Candidate]
+    lower_ms: Callable[[], float] = lambda: 0.0
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """What was replayed, in the order in which it was asked for.
+
+    ``pruned`` plans were not, as they are slower for certain, and ``unseen`` were not as time was up. ``refusals`` say
+    why others cannot be.
+    """
+
+    candidates: tuple[Candidate, ...]
+    pruned: int = 0
+    unseen: int = 0
+    refusals: tuple[str, ...] = ()
+
+
+Progress = Callable[[int, int, str], None]
+"""Is told how many of how many plans are done, and the best so far in words."""
+
+
+def replay_all(
+    asked: Sequence[Asked], limit: TimeLimit, progress: Progress | None = None, *, needed: str = ""
+) -> Replays:
+    """Replay ``asked``, strategies by turns, in each as they were asked for.
+
+    A plan is not replayed where its bound says that it is slower, by more than ±, than ``FASTEST`` others of its
+    strategy: it would be neither the best of it nor like the best. When time is up only what is ``always`` replayed is.
+    What other packages' plug-ins fail at is left out with a warning. Raises PluginFaultError where that is the strategy
+    ``needed``.
+    """
+    found: dict[int, Candidate] = {}
+    of_strategy: dict[str, list[Candidate]] = defaultdict(list)
+    pruned = unseen = 0
+    refusals: list[str] = []
+    best: Candidate | None = None
+    for done, number in enumerate(_by_turns(asked), start=1):
+        one = asked[number]
+        if not one.always and limit.is_over():
+            unseen += 1
+            continue
+        rivals = of_strategy[one.strategy.name]
+        made = None
+        try:
+            if one.always or not is_slower_than_all(one, rivals):
+                made = found[number] = one.replay()
+        except PluginFaultError as fault:
+            leave_out(fault, needed=needed)
+            continue
+        except UserError as refusal:  # too large, maybe: others may not be
+            if one.always:
+                raise
+            refusals.append(str(refusal))
+            continue
+        if made is None:
+            pruned += 1
+        else:
+            rivals.append(made)
+            rivals.sort(key=lambda each: each.predicted_ms)
+            best = made if best is None or made.predicted_ms < best.predicted_ms else best
+        if progress and best:
+            progress(done, len(asked), f"{best.name}, {best.predicted_ms:.1f} ms")
+    return Replays(tuple(found[number] for number in sorted(found)), pruned, unseen, tuple(refusals))
+
+
+def is_slower_than_all(one: Asked, rivals: Sequence[Candidate]) -> bool:
+    """Whether ``one`` takes longer for certain than the ``FASTEST`` of ``rivals``, fastest first, by more than ±."""
+    if len(rivals) < FASTEST:
+        return False
+    share = max(each.uncertainty_ms / each.predicted_ms for each in rivals[:FASTEST])
+    return share < 1 and one.lower_ms() * (1 - share) > rivals[FASTEST - 1].predicted_ms
+
+
+def _by_turns(asked: Sequence[Asked]) -> Iterator[int]:
+    """The numbers of ``asked``: those that are always replayed, then one of each strategy, then another of each."""
+    turns: dict[str, int] = defaultdict(int)
+    places: list[tuple[bool, int, int]] = []
+    for number, each in enumerate(asked):
+        places.append((not each.always, turns[each.strategy.name], number))
+        turns[each.strategy.name] += 1
+    return (number for _, _, number in sorted(places))
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A search of ``replayer`` under whose ``recorded`` strategy ``in_force`` was; ``bounds`` are known by strategy."""
+
+    replayer: Replayer
+    recorded: Strategy
+    in_force: Schedule
+    bounds: Mapping[str, OwnBounds]
+
+    def asked(self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule) -> Asked:
+        """A plan to be replayed. The recorded one, and stock DDP, always are."""
+        lower_ms = partial(self._lower_ms, strategy, schedule) if played_by is self.replayer else _unknown
+        always = schedule == self.in_force or strategy == DistributedDataParallelStrategy()
+        replay = partial(self._replayed, played_by, said, strategy, schedule)
+        return Asked(strategy, schedule, replay, lower_ms, always=always)
+
+    def _replayed(
+        self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule
+    ) -> Candidate:
+        with asking("strategy", strategy):
+            expected, held_bytes, is_rough = _played(played_by, strategy, schedule)
+            changes = _changes(self.recorded, self.in_force, strategy, schedule)
+            name = strategy.describe() + (f" ({said})" if said else "")
+        other = isinstance(played_by, Size)
+        return Candidate(
+            name,
+            strategy,
+            schedule,
+            expected,
+            changes,
+            held_bytes,
+            of_other_size=other,
+            peak_is_rough=is_rough,
+        )
+
+    def _lower_ms(self, strategy: Strategy, schedule: Schedule) -> float:
+        """What is predicted of a plan at least. Where replay is too slow for the record, so may its bound be."""
+        known = self.bounds.get(strategy.name)
+        if known is None or not isinstance(schedule, BucketSchedule):
+            return 0.0
+        with asking("strategy", strategy):
+            if plugin_of(strategy).as_run(strategy, self.replayer.job) != strategy:
+                return 0.0
+        return known.of(schedule).step_ms * min(
+            1.0, self.replayer.recorded_step_ms / self.replayer.base.step_ms
+        )
+
+
+def _unknown() -> float:
+    return 0.0
+
+
+def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, OwnBounds]:
+    """Bounds of plans of those strategies that have one, by name."""
+    if len(job.stages) > 1:
+        return {}
+    bounds = OwnBounds(job)
+    return {each.name: bounds for made in proposals if made.bound for each in made.strategies}
+
+
+def _played(
+    played_by: Replayer | Size, strategy: Strategy, schedule: Schedule
+) -> tuple[Expectation, int | None, bool]:
+    """What to expect of a plan, and what a rank holds and whether that is rough; of ranks that come as they will, over
+    a time."""
+    if isinstance(played_by, Replayer) and (outcome := played_by.replay_horizon(strategy)) is not None:
+        job = played_by.job
+        held_bytes = peak_bytes(job, strategy, schedule) if job.has_parameters else None
+        return played_by.expect_outcome(outcome), held_bytes, peak_is_rough(job, strategy, schedule)
+    played = played_by.replay(strategy)
+    return played_by.expect(played), played.peak_bytes, played.peak_is_rough
+
+
+def _changes(before: Strategy, had: Schedule, after: Strategy, has: Schedule) -> tuple[str, ...]:
+    changes = []
+    if before.name != after.name:
+        changes.append(f"{after.name} instead of {before.name}")
+    if had.parts != has.parts:
+        same_kind = isinstance(has, type(had))
+        changes.append(f"{has.parts} instead of {had.collectives if same_kind else had.parts}")
+    changes += plugin_of(after).explain(before, after)
+    if not changes and had != has:
+        changes.append("as many collectives, of other contents or in another order")
+    return tuple(changes) or UNCHANGED
+
 
 NOT_RUN = "needs headway.parallelize in the script"
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 
 from headway.errors import UserError
 from headway.job import Job
-from headway.optimization.candidate import UNCHANGED, Candidate
-from headway.optimization.memory_limit import fits_within
+from headway.optimization.candidate import UNCHANGED, Candidate, fits_within
 from headway.passes.base import Pass, rewritten
 from headway.passes.registry import passes
 from headway.permission import permitted
 from headway.planning.bound import Form, StepBound, bound_of
-from headway.planning.time_limit import time_is_up
 from headway.plugins import PluginFaultError, answers, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of
+from headway.time_limit import time_is_up
 
 LEAST_GAIN = 0.01  # of a step, for which a pass is worth it
 MOST_PLANS = 3

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from headway.errors import UnsupportedError
+from headway.graph.computation import Computation, RankTimelines
+from headway.graph.timeline import Timeline
 from headway.job import Job
+from headway.model import ModelSpec
 from headway.permission import PRECISION, Permission
 from headway.plugins import API_VERSION, asking
 
@@ -86,3 +91,68 @@ def rewritten(job: Job, passes: Iterable[Pass]) -> Job:
                 raise TypeError(f"rewrite() returned {type(changed).__name__}, expected a job")
             job = changed
     return job
+
+
+def whole_model(job: Job, what: str) -> ModelSpec:
+    """The model that every rank of ``job`` trains. Raises UnsupportedError for stages of a pipeline."""
+    if len(job.stages) > 1:
+        raise UnsupportedError(
+            f"{what} is not predicted for a model that is cut into stages",
+            got=f"{len(job.stages)} stages", expected="a model that every rank trains as a whole",
+            fix="Leave the pass out of the plan.",
+        )  # fmt: skip
+    return job.model
+
+
+def with_timelines(job: Job, change: Callable[[Timeline], Timeline]) -> Job:
+    """``job`` with every step of every rank changed so, also where names of computation are scaled later."""
+    if job.computation is None:
+        return job
+    return replace(job, computation=_changed(job.computation, change))
+
+
+def _changed(computation: Computation, change: Callable[[Timeline], Timeline]) -> Computation:
+    def all_of(timelines: RankTimelines) -> dict[int, tuple[Timeline, ...]]:
+        return {rank: tuple(map(change, steps)) for rank, steps in timelines.items()}
+
+    again = computation.with_factors
+    if again is None:
+        return replace(computation, timelines=all_of(computation.timelines))
+
+    def with_factors(factors: Mapping[str, float]) -> RankTimelines:
+        return all_of(again(factors))
+
+    return replace(computation, timelines=all_of(computation.timelines), with_factors=with_factors)
+
+
+def lies_in(module: str, region: str) -> bool:
+    """Whether ``module`` is ``region`` or lies within it."""
+    return module == region or module.startswith(region + ".")
+
+
+def check_apart(regions: tuple[str, ...]) -> tuple[str, ...]:
+    """``regions`` themselves. Raises ValueError where one is the whole model, comes twice or lies within another."""
+    for one in regions:
+        if not one or regions.count(one) > 1 or any(lies_in(one, other) for other in regions if other != one):
+            raise ValueError(f"{one!r} is given twice, lies within another, or is the whole model")
+    return regions
+
+
+def check_trained(regions: Iterable[str], model: ModelSpec) -> None:
+    """Raise UnsupportedError for one in which ``model`` trains no parameter."""
+    for region in regions:
+        if not any(lies_in(each.module, region) for each in model.parameters):
+            raise UnsupportedError(
+                "there is no module of that name that trains parameters", got=repr(region),
+                expected="the path of a module in the wrapped model",
+            )  # fmt: skip
+
+
+def region_of(module: str, regions: Iterable[str]) -> str:
+    """The region that ``module`` lies in; "" for none."""
+    return next((region for region in regions if lies_in(module, region)), "")
+
+
+def in_few_words(regions: tuple[str, ...]) -> str:
+    """The only one of ``regions``, or how many they are."""
+    return regions[0] if len(regions) == 1 else f"{len(regions)} modules"

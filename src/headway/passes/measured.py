@@ -13,9 +13,7 @@ from headway.errors import UnsupportedError
 from headway.graph.timeline import Part, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.model import ModelSpec
-from headway.passes.base import Pass
-from headway.passes.computation import whole_model, with_timelines
-from headway.passes.regions import check_apart, check_trained
+from headway.passes.base import Pass, check_apart, check_trained, whole_model, with_timelines
 
 
 class MeasuredPass(Pass):

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from headway.errors import UnsupportedError
+from headway.passes.base import Pass
+from headway.plugins import asking
+
+
+def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with its tensors changed, in tuples, lists, dicts and data classes within each other.
+
+    What is none of these, caches of attention among it, and what has no tensor that changes, is the same object.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        items = [each_tensor(each, change) for each in value]
+        if all(one is other for one, other in zip(items, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict):  # copied, for those of transformers are more than that
+        found = {key: each_tensor(each, change) for key, each in value.items()}
+        if all(each is value[key] for key, each in found.items()):
+            return value
+        changed = copy.copy(value)
+        for key, each in found.items():
+            changed[key] = each
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        held = {name: each_tensor(getattr(value, name), change) for name in names}
+        if all(each is getattr(value, name) for name, each in held.items()):
+            return value
+        like: Any = copy.copy(value)
+        for name, each in held.items():
+            object.__setattr__(like, name, each)
+        return like
+    return value
+
 
 Forward = Callable[..., Any]
 """Called with the forward that the module had, the module, and what it is given."""
@@ -117,3 +157,30 @@ def _named_like(changed: type[nn.Module], original: type[nn.Module]) -> type[nn.
     changed.__name__, changed.__qualname__ = original.__name__, original.__qualname__
     changed.__module__ = original.__module__
     return changed
+
+
+_applied: WeakKeyDictionary[Any, tuple[Pass, ...]] = WeakKeyDictionary()
+
+
+def apply_all(passes: Sequence[Pass], module: nn.Module, optimizer: Any) -> nn.Module:
+    """``module`` under ``passes``, in their order; ``optimizer`` may be None. Raises as ``Pass.apply``
+    does, and PluginFaultError where one of another package fails.
+
+    A module that is wrapped again, as by a second ``fit``, has those already that change it.
+    """
+    known = applied_to(module)
+    for each in passes:
+        if not (each.changes_module and each in known):
+            with asking("pass", each):
+                changed: object = each.apply(module, optimizer)
+                if not isinstance(changed, nn.Module):
+                    raise TypeError(f"apply() returned {type(changed).__name__}, expected a module")
+                module = changed
+    if passes:
+        _applied[module] = tuple(passes)
+    return module
+
+
+def applied_to(module: nn.Module) -> tuple[Pass, ...]:
+    """The passes that were applied to ``module``."""
+    return _applied.get(module, ())

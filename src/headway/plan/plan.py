@@ -299,8 +299,6 @@ class Plan(BaseModel):
         what = f"plan {path}"
         data = files.plain_yaml(files.read_text(Path(path), PlanError, "plan"), PlanError, what)
         if isinstance(data, dict) and data.get("format") == 1:
-            from headway.plan.format_1 import upgraded
-
             data = upgraded(data, what)
         plan = files.validate(data, cls, PlanError, what)
         if plan.trace is None:
@@ -394,3 +392,20 @@ def _named(value: Any, what: str, group: str, names: tuple[str, ...]) -> tuple[s
     if name not in names:
         raise ValueError(unknown(what, group, name, names))
     return name, options or {}
+
+
+class _Plan1(BaseModel):
+    """What differs from today's format."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: Literal[1]
+    strategy: dict[str, Any]
+    world_size: int = Field(ge=1, le=MAX_WORLD_SIZE)
+
+
+def upgraded(data: dict[str, Any], what: str) -> dict[str, Any]:
+    """``data`` in today's format. Raises PlanError that ``what`` is damaged where it is not of format 1."""
+    old = files.validate(data, _Plan1, PlanError, what)
+    rest = {key: value for key, value in data.items() if key not in _Plan1.model_fields}
+    return {"format": FORMAT, "mesh": {DATA: old.world_size}, "parallel": {DATA: old.strategy}, **rest}

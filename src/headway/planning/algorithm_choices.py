@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from headway.collectives.algorithms import ALGORITHMS, ALL_GATHER, FOR_HALVES, REDUCE_SCATTER, RING
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import GLOO, RINGS, AlgorithmName, Algorithms, Selection, SizeClass
 from headway.planning.link_cost import CollectiveCost, LinkCosts
 from headway.planning.ring_order import ring_order_on

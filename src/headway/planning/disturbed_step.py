@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headway.graph.disturbance import ROUNDS
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.intervals import merged
 from headway.planning.channel_queue import begins
 from headway.planning.surrogate import Played, Predictor

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headway.planning.early_gathers import gathers_after
 from headway.planning.surrogate import BucketFacts, Played, Predictor
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, make_buckets
-from headway.scheduling.partition import coalesced
+from headway.scheduling.fusion import coalesced
 
 
 class Group(NamedTuple):

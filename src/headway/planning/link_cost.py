@@ -12,11 +12,11 @@ import numpy as np
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING
 from headway.collectives.dataflow import alone
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import RINGS, AlgorithmName, Algorithms, Selection, native
+from headway.simulation.building import OperationGraph
 from headway.simulation.engine import play
-from headway.simulation.operations import OperationGraph
 
 _SIZES_BYTES = tuple(2**exponent for exponent in range(10, 32, 3))
 

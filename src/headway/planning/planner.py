@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headway.graph.step_profile import profile_of
+from headway.graph.step_layout import profile_of
 from headway.job import Job
 from headway.planning.algorithm_choices import algorithm_choices
 from headway.planning.draft import Groups, ScheduleDrafter, ScheduleOptions
@@ -17,8 +17,8 @@ from headway.planning.link_cost import LinkCosts
 from headway.planning.refine import refine
 from headway.planning.starts import starting_groups
 from headway.planning.surrogate import Predictor
-from headway.planning.time_limit import time_is_up
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
+from headway.time_limit import time_is_up
 
 _EARLY_GATHER_THRESHOLDS = (None, 0.0, 0.5, 1.0)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headway.model import ModelSpec
 from headway.planning.draft import Group, Groups, ScheduleDrafter, ScheduleOptions
-from headway.planning.time_limit import time_is_up
 from headway.scheduling.buckets import Part
-from headway.scheduling.partition import size_bytes
+from headway.scheduling.fusion import size_bytes
+from headway.time_limit import time_is_up
 
 _LEAST_GAIN = 1e-5
 _SHARES = (0.5, 0.25, 0.75)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import permutations
 
 from headway.cluster import Cluster
-from headway.collectives.hosts import Hosts
-from headway.planning.time_limit import time_is_up
+from headway.collectives.hierarchical import Hosts
+from headway.time_limit import time_is_up
 
 Order = tuple[int, ...]
 Cost = Callable[[Order], tuple[float, float]]

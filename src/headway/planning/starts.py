@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from headway.planning import draft
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
-from headway.scheduling.partition import Groups, cut, fill
+from headway.scheduling.fusion import Groups, cut, fill
 
 CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 MOST_GROUPS = 1024

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, Cluster
 from headway.collectives.algorithms import NCCL
 from headway.collectives.selection import RINGS, Algorithms
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.planning.channel_queue import Job, critical_path, serve
 from headway.planning.link_cost import LinkCosts

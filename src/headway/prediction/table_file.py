@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from headway import files
 from headway.errors import UserError
-from headway.graph.step_profile import LayerTimes
+from headway.graph.step_layout import LayerTimes
 from headway.model import DTYPE_BYTES, MAX_NUMEL, ModelSpec, ParameterSpec
 from headway.models.roofline import Device
 from headway.models.table import FLOAT_BYTES, Work, at_batch

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from headway.graph.step_profile import LayerTimes
+from headway.graph.step_layout import LayerTimes
 from headway.prediction.function import Built
 
 WARM, TIMED = 2, 5

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from headway.cluster import Cluster
 from headway.graph.computation import Computation
-from headway.graph.step_profile import LayerTimes
+from headway.graph.step_layout import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec

@@ -17,7 +17,7 @@ from headway import files, torch_private
 from headway.errors import LaunchError, TraceError, UserError
 from headway.recording.derive import StrategySpan
 from headway.recording.finish import finish_recording
-from headway.recording.layer import fault, guarded
+from headway.recording.patching import fault, guarded
 from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.live.channels import observer

@@ -12,14 +12,12 @@ import numpy as np
 from headway.clocks.aligning import aligned_ns
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.errors import one_line
-from headway.recording.layer import guarded
-from headway.recording.now import Now
+from headway.recording.patching import Now, guarded
 from headway.strategies.partial_all_reduce import observing
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Round
 from headway.trace.events import GROUP, Event, Kind, Stream
-from headway.trace.format import ClockFit
-from headway.trace.rounds import MOST_MEMBERS, MOST_ROUNDS, AveragingRound, RankRounds
+from headway.trace.format import MOST_MEMBERS, MOST_ROUNDS, AveragingRound, ClockFit, RankRounds
 
 
 @dataclass(frozen=True, slots=True)

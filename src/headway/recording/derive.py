@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.collectives.algorithms import ALL_REDUCE, COMPRESSED, GLOO_THREADS, SERVERS
-from headway.collectives.transfers import Transfer
+from headway.collectives.live import Transfer
 from headway.recording.collectives import ObservedCollective
 from headway.recording.connections import Endpoint, Use
 from headway.trace.events import Event, Kind, Stream

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from headway.model import ModelSpec, PassMemory, StageMemory
-from headway.passes.optimizer import OptimizerImplementation
-from headway.passes.optimizer_switch import said
+from headway.passes.optimizer import OptimizerImplementation, said
 from headway.recording.modules import ModuleWatch
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.plugin import InForce, StrategyPlugin

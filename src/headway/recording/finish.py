@@ -18,8 +18,7 @@ from headway.recording.averaging import realigned
 from headway.recording.place import ATTEMPT, Recording, described
 from headway.trace.events import Events
 from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
-from headway.trace.format import MAX_COMMAND_WORD, MAX_COMMAND_WORDS, ClockFit
-from headway.trace.rounds import RankRounds
+from headway.trace.format import MAX_COMMAND_WORD, MAX_COMMAND_WORDS, ClockFit, RankRounds
 
 WAIT_FOR_RANKS_S = 60.0
 HIDDEN = "***"

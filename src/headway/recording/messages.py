@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.recording.groups import GroupWatch
-from headway.recording.layer import lay_over
-from headway.recording.now import Now
+from headway.recording.collectives import GroupWatch
+from headway.recording.patching import Now, lay_over
 from headway.recording.pipelines import Label, PipelineWatch
 from headway.strategies.live.channels.observer import THREAD_NAME
 from headway.trace.events import Event, Kind, Stream

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.recording.layer import Failed, fault, guarded, observed_call
-from headway.recording.now import Now
+from headway.recording.patching import Failed, Now, fault, guarded, observed_call
 from headway.trace.events import Event, Kind, Stream
 
 LOSS = "(loss)"

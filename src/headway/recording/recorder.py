@@ -26,12 +26,16 @@ from torch import nn
 from headway import files, torch_private
 from headway.clocks import aligned
 from headway.errors import HeadwayWarning, UnsupportedError, one_line
-from headway.passes.optimizer_switch import named_by_script
+from headway.passes.optimizer import named_by_script
 from headway.recording.averaging import RoundWatch
 from headway.recording.chains import COMPILED, ChainWatch
-from headway.recording.collectives import CollectiveTap
-from headway.recording.compiled import FORWARD_UNSEEN, MODULES_UNSEEN, unseen_uses
-from headway.recording.connections import ConnectionWatch
+from headway.recording.collectives import CollectiveTap, GroupWatch
+from headway.recording.connections import (
+    ClockComparison,
+    ConnectionWatch,
+    connection_peers,
+    publish_connections,
+)
 from headway.recording.derive import (
     StrategySpan,
     collective_rows,
@@ -47,26 +51,30 @@ from headway.recording.description import (
     stage_described,
     strategy_in_force,
 )
-from headway.recording.groups import GroupWatch
-from headway.recording.inputs import InputWatch
-from headway.recording.layer import described, guarded, on_fault
-from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
+from headway.recording.grad_access import ReadWatch
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch, message_rows
 from headway.recording.modules import ModuleWatch
-from headway.recording.now import Now
-from headway.recording.pauses import PauseWatch
+from headway.recording.patching import Now, described, guarded, on_fault
 from headway.recording.pipelines import PipelineWatch, labelled
 from headway.recording.profiled import Detail, ProfiledSteps
-from headway.recording.reads import ReadWatch
-from headway.recording.shapes import SHARDED, several_models, sharded_root
 from headway.recording.step_clock import StepClock
-from headway.recording.updates import UpdateWatch
+from headway.recording.watches import (
+    FORWARD_UNSEEN,
+    MODULES_UNSEEN,
+    SHARDED,
+    InputWatch,
+    PauseWatch,
+    UpdateWatch,
+    several_models,
+    sharded_root,
+    unseen_uses,
+)
 from headway.rpc import interface
 from headway.strategies.decoupled.granularity import name_of
 from headway.strategies.plugin import InForce
 from headway.strategies.registry import plugin_named
-from headway.torch_private.step_hooks import after_every_step, before_every_step
+from headway.torch_private.optimizers import after_every_step, before_every_step
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.folder import write_rank
 from headway.trace.format import ClockFit, RankInfo

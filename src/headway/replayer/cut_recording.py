@@ -13,7 +13,7 @@ from functools import cached_property
 from statistics import median
 
 from headway.errors import PlanError
-from headway.graph.step_profile import LayerTimes, profile_of
+from headway.graph.step_layout import LayerTimes, profile_of
 from headway.graph.timeline import Part, Timeline
 from headway.job import Job
 from headway.model import Chain

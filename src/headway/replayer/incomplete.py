@@ -18,9 +18,8 @@ from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.errors import TraceError
 from headway.model import ModelSpec, ParameterSpec
 from headway.strategies.registry import AS_RECORDED
-from headway.trace.events import WORK, Event, Events, Kind, Stream
+from headway.trace.events import WORK, Event, Events, Kind, Stream, inner_messages, is_message
 from headway.trace.format import Trace
-from headway.trace.messages import inner_messages, is_message
 
 ADVICE = "Record a job that constructs DistributedDataParallel with headway record."
 MOST_WAITS = 0.05  # of the step, for communication that no plan decides about

@@ -45,7 +45,7 @@ from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
 from headway.replayer.what_if import WhatIf
 from headway.scheduling.schedule import Schedule
-from headway.simulation.operations import OperationGraph
+from headway.simulation.building import OperationGraph
 from headway.strategies import registry
 from headway.strategies.base import Strategy, decided
 from headway.strategies.horizon import Outcome

@@ -27,8 +27,8 @@ from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.pipeline.schedule import PipelineSchedule
+from headway.simulation.building import OperationGraph
 from headway.simulation.engine import PlayedTimes
-from headway.simulation.operations import OperationGraph
 from headway.strategies.base import Strategy, decided, fits
 from headway.strategies.registry import plugin_of
 

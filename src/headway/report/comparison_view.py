@@ -11,8 +11,7 @@ import numpy as np
 
 from headway.diagnosis import Diagnosis
 from headway.diagnosis.breakdown import PARTS
-from headway.diagnosis.comparison import Comparison
-from headway.diagnosis.side_by_side import Pair, SideBySide, StepSpread, side_by_side
+from headway.diagnosis.comparison import Comparison, Pair, SideBySide, StepSpread, side_by_side
 from headway.report import words
 from headway.report.job_view import plan_words
 

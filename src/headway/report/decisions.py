@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from headway.report import palette, words
+from headway.report import words
 from headway.report.templates import page_with_figures
 from headway.report.timeline import TIP_STYLE, dress, require_bokeh
 from headway.units import counted, format_rate
@@ -61,7 +61,7 @@ def _figure(shown: Sequence[Entry]) -> Any:
     orders = list(
         dict.fromkeys(name for each in shown for name in (each.before, *each.predicted_ms, each.order))
     )
-    colours = {name: palette.GROUP_COLOURS[at % len(palette.GROUP_COLOURS)] for at, name in enumerate(orders)}
+    colours = {name: words.GROUP_COLOURS[at % len(words.GROUP_COLOURS)] for at, name in enumerate(orders)}
     plot = figure(
         name="decisions", height=380, sizing_mode="stretch_width", y_axis_label="ms a step",
         x_axis_label="step" if starts(shown)[-1] == 0 else "step, of all starts one after the other",
@@ -82,7 +82,7 @@ def _figure(shown: Sequence[Entry]) -> Any:
     for each, place in zip(shown, places, strict=True):
         if each.switches:
             plot.add_layout(
-                Span(location=place + 0.5, dimension="height", line_color=palette.MUTED, line_dash="dotted")
+                Span(location=place + 0.5, dimension="height", line_color=words.MUTED, line_dash="dotted")
             )
     tip = f"""<div style="{TIP_STYLE}"><b>step @step</b>, @workers workers<br>took @measured_ms{{0.0}} ms<br>
 decided @order<br>as @reason<br><span style="color:var(--muted)">@links</span></div>"""
@@ -93,9 +93,9 @@ decided @order<br>as @reason<br><span style="color:var(--muted)">@links</span></
     if plot.legend:
         plot.add_layout(plot.legend[0], "below")
         plot.legend.update(
-            location="top_left", title="in force (dashed: expected)", label_text_color=palette.INK,
-            title_text_color=palette.MUTED, background_fill_color="white", border_line_color=palette.RULE,
-            label_text_font=palette.FONT, title_text_font=palette.FONT,
+            location="top_left", title="in force (dashed: expected)", label_text_color=words.INK,
+            title_text_color=words.MUTED, background_fill_color="white", border_line_color=words.RULE,
+            label_text_font=words.FONT, title_text_font=words.FONT,
         )  # fmt: skip
     return plot
 

@@ -2,27 +2,406 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.diagnosis import Diagnosis
+from headway.diagnosis.breakdown import COMPUTE_KINDS, REST, Breakdown, Segment, segments
 from headway.diagnosis.communication import Communications, match
-from headway.report import choice as choosing
-from headway.report.boxes import (
-    COMMUNICATION,
-    Box,
-    Window,
-    communication_boxes,
-    compute_boxes,
-    laned,
-    operator_boxes,
-    other_boxes,
-)
-from headway.report.choice import DEFAULT_STEPS, MESSAGES, Choice
-from headway.trace.events import Kind
+from headway.report import words
+from headway.report.words import KIND_LABELS
+from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Trace
-from headway.units import counted
+from headway.units import counted, format_bytes
+
+COMPUTE, OPERATORS, COMMUNICATION = "compute", "operators", "communication"
+LANES = 3  # what overlaps on one rank's communication is drawn below each other, up to this many
+
+_NS_A_MS = 1e6
+_WHOLE = {Kind.FORWARD_PASS: Kind.FORWARD, Kind.BACKWARD_PASS: Kind.BACKWARD}
+_NOT_SPANS = (Kind.STEP, Kind.GRADIENT_READY, Kind.OPERATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One rectangle: times in milliseconds from the drawing's start; it lies on ``row`` of ``rank``, in ``lane``."""
+
+    rank: int
+    row: str
+    lane: int
+    start_ms: float
+    end_ms: float
+    kind: str
+    name: str
+    step: int
+    detail: str = ""
+    pending_ms: float = 0.0  # how long before its start it was asked for
+
+    @property
+    def length_ms(self) -> float:
+        """How long it lasts."""
+        return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time that is drawn."""
+
+    start_ns: int
+    end_ns: int
+
+    def ms(self, moment_ns: int) -> float:
+        """Milliseconds from the drawing's start."""
+        return (moment_ns - self.start_ns) / _NS_A_MS
+
+    def of(self, events: Events) -> Events:
+        """The events that some of it covers."""
+        return events.where((events.start_ns < self.end_ns) & (events.end_ns > self.start_ns))
+
+
+def compute_boxes(rank: int, events: Events, window: Window, coarse: bool) -> Iterator[Box]:
+    """The compute stream, flattened: each moment shows its innermost event. ``coarse`` draws passes whole."""
+    steps = events.of_kind(Kind.STEP)
+    found = segments(events.where(events.kind != Kind.OPERATOR), window.start_ns, window.end_ns)
+    for segment in _coarse(found) if coarse else found:
+        if segment.kind == REST:
+            continue
+        place = max(int(np.searchsorted(steps.start_ns, segment.start_ns, side="right")) - 1, 0)
+        yield Box(
+            rank, COMPUTE, 0, window.ms(segment.start_ns), window.ms(segment.end_ns), segment.kind, segment.name,
+            int(steps.step[place]) if len(steps) else -1,
+            f"bucket {segment.bucket}" if segment.bucket >= 0 else "",
+        )  # fmt: skip
+
+
+def _coarse(found: list[Segment]) -> list[Segment]:
+    """Neighbouring segments of the same pass as one."""
+    merged: list[Segment] = []
+    for segment in found:
+        segment = segment._replace(kind=_WHOLE.get(segment.kind, segment.kind))
+        if merged and segment.kind in _WHOLE.values() and merged[-1].kind == segment.kind:
+            merged[-1] = merged[-1]._replace(end_ns=segment.end_ns, name="")
+        else:
+            merged.append(segment)
+    return merged
+
+
+def operator_boxes(rank: int, events: Events, window: Window, step: int | None = None) -> Iterator[Box]:
+    """Operators on the compute stream, of one step or of all; those inside others come after them."""
+    picked = (events.kind == Kind.OPERATOR) & (events.stream == Stream.COMPUTE) & (events.duration_ns > 0)
+    if step is not None:
+        picked &= events.step == step
+    rows = window.of(events.where(picked))
+    for event in sorted(rows, key=lambda event: (event.start_ns, -event.end_ns)):
+        yield _plain(rank, OPERATORS, event, window)
+
+
+def other_boxes(rank: int, events: Events, window: Window, matched: Collection[str]) -> Iterator[Box]:
+    """What neither the flattened compute stream nor the kinds ``matched`` show, such as pushes and pulls."""
+    shown = (events.stream == Stream.COMPUTE) & np.isin(events.kind.astype(str), COMPUTE_KINDS)
+    wanted = ~shown & (events.duration_ns > 0)
+    for kind in (*matched, *_NOT_SPANS):
+        wanted &= events.kind != kind
+    for event in window.of(events.where(wanted)):
+        if event.kind in KIND_LABELS:
+            row = COMMUNICATION if event.stream == Stream.COMMUNICATION else COMPUTE
+            yield _plain(rank, row, event, window)
+
+
+def _plain(rank: int, row: str, event: Event, window: Window) -> Box:
+    details = [format_bytes(event.size_bytes)] if event.size_bytes >= 0 else []
+    details += [f"rank {event.peer} at the other end"] if event.peer >= 0 else []
+    pending_ns = event.start_ns - event.enqueue_ns if 0 <= event.enqueue_ns < event.start_ns else 0
+    return Box(
+        rank, row, 0, window.ms(event.start_ns), window.ms(event.end_ns), event.kind, event.name, event.step,
+        ", ".join(details), pending_ns / _NS_A_MS,
+    )  # fmt: skip
+
+
+def communication_boxes(rank: int, own: Communications, window: Window) -> Iterator[Box]:
+    """Collectives and messages, from when all members had arrived; ``own`` are this rank's rows in the window."""
+    for row in range(len(own)):
+        begin = max(int(own.start_ns[row]), int(own.arrival_ns[row]))
+        enqueue, arrival = int(own.enqueue_ns[row]), int(own.arrival_ns[row])
+        yield Box(
+            rank, COMMUNICATION, 0, window.ms(begin), window.ms(int(own.end_ns[row])), own.kind[row], own.name[row],
+            int(own.step[row]), ", ".join(_details(own, row)), (begin - enqueue) / _NS_A_MS,
+        )  # fmt: skip
+        assert begin >= arrival
+
+
+def _details(own: Communications, row: int) -> Iterator[str]:
+    yield format_bytes(int(own.size_bytes[row]))
+    if own.bucket[row] >= 0:
+        yield f"bucket {own.bucket[row]}"
+    if own.peer[row] >= 0:
+        yield f"{'from' if own.kind[row] == Kind.RECEIVE else 'to'} rank {own.peer[row]}"
+    if own.group[row]:
+        yield f"group {words.plain(own.group[row], 40)}"
+    late_ns = int(own.arrival_ns[row]) - int(own.enqueue_ns[row])
+    if late_ns > 0:
+        yield f"rank {own.last_rank[row]} arrived last, {words.duration(late_ns / _NS_A_MS)} after this one"
+
+
+def laned(boxes: list[Box]) -> list[Box]:
+    """One rank's communication in lanes, so that what overlaps lies below each other."""
+    free = [float("-inf")] * LANES
+    found = []
+    for box in sorted(boxes, key=lambda box: box.start_ms):
+        lane = next((lane for lane in range(LANES) if free[lane] <= box.start_ms), LANES - 1)
+        free[lane] = max(free[lane], box.end_ms)
+        found.append(replace(box, lane=lane))
+    return found
+
+
+MAX_RANKS = 256
+DEFAULT_STEPS = 3
+MAX_OPERATOR_RANKS = 8
+
+MESSAGES = (Kind.SEND, Kind.RECEIVE)
+MODULES = (Kind.FORWARD, Kind.BACKWARD)
+_UNDRAWN = (Kind.GRADIENT_READY, Kind.STEP, Kind.LINK, Kind.DELIVERY_RATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is drawn.
+
+    ``coarse`` is whether each pass is drawn as one box. Where ``operators`` is false, those of the typical step are
+    drawn on ``operator_ranks``. ``left_out`` counts events of the drawn steps that are not drawn, by what they are.
+    """
+
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    coarse: bool
+    messages: bool
+    operators: bool
+    operator_ranks: tuple[int, ...]
+    left_out: dict[str, int]
+
+
+def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
+    """Complete steps around the typical one, as many as ``max_boxes`` allows.
+
+    If not even a few steps would fit, detail is given up in this order: operators, the messages that collectives
+    are made of, modules.
+    """
+    ranks = _ranks(trace, diagnosis)
+    counts = _Counts.of((trace.events[rank] for rank in ranks), diagnosis.steps)
+    wanted = min(DEFAULT_STEPS, len(diagnosis.steps))
+    at = diagnosis.steps.index(diagnosis.typical_step)
+    for left_out in counts.levels():
+        sizes = counts.total - sum((getattr(counts, name) for name in left_out), np.zeros_like(counts.total))
+        low, high = _grown(sizes, at, max_boxes)
+        if high - low >= wanted and sizes[low:high].sum() <= max_boxes:
+            break
+    room = max_boxes - int(sizes[low:high].sum())
+    some = _operator_ranks(trace, diagnosis, ranks, room) if "operators" in left_out else ()
+    return Choice(
+        ranks=ranks,
+        steps=diagnosis.steps[low:high],
+        coarse="modules" in left_out,
+        messages="messages" not in left_out,
+        operators="operators" not in left_out,
+        operator_ranks=some,
+        left_out={name: int(getattr(counts, name)[low:high].sum()) for name in left_out},
+    )
+
+
+def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
+    """The ranks that are to blame, worst first: those of findings that stand out, then those that others wait for.
+
+    If ranks take turns in being late, or are late by no more than equal workers are, none is to blame for it.
+    """
+    named = [rank for finding in diagnosis.findings if finding.stands_out for rank in finding.ranks]
+    if not diagnosis.findings or any(
+        finding.cause == "straggler" and finding.stands_out for finding in diagnosis.findings
+    ):
+        named += [one.rank for one in diagnosis.stragglers]
+    return tuple(rank for rank in dict.fromkeys(named) if rank in diagnosis.breakdown)
+
+
+def interesting_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
+    """The ranks that the diagnosis names: those that are to blame, worst first, then those on the critical path."""
+    on_path = (piece.rank for piece in diagnosis.critical_path)
+    return tuple(dict.fromkeys((*blamed_ranks(diagnosis), *on_path)))
+
+
+def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
+    """In words, what ``choice`` leaves out; empty if it leaves out nothing."""
+    parts = []
+    steps, ranks = choice.steps, choice.ranks
+    if len(ranks) < len(trace.events):
+        parts.append(
+            f"Of {counted(len(trace.events), 'rank')}, {len(ranks)} are drawn: those that are blamed or on the "
+            "critical path, and an even selection of the others."
+        )
+    if len(steps) < len(diagnosis.steps):
+        parts.append(
+            f"Steps {steps[0]} to {steps[-1]} of {diagnosis.steps[0]} to {diagnosis.steps[-1]} are drawn, around the "
+            "typical one, to keep this page small."
+        )
+    if choice.left_out.get("operators"):
+        only = words.runs(choice.operator_ranks) or f"{len(choice.operator_ranks)} ranks"
+        where = f"only in step {diagnosis.typical_step} on rank{'s' * (only.isdigit() is False)} {only}"
+        parts.append(f"Operators are drawn {where if choice.operator_ranks else 'nowhere'}.")
+    if choice.left_out.get("messages"):
+        number = counted(choice.left_out["messages"], "send or receive", "sends and receives")
+        parts.append(f"Collectives are drawn without their messages: {number} left out.")
+    if choice.coarse:
+        parts.append("Each pass is drawn as one box, not module by module.")
+    return " ".join(parts)
+
+
+def _ranks(trace: Trace, diagnosis: Diagnosis) -> tuple[int, ...]:
+    """All ranks; of too many, those that the diagnosis names and an even selection of the others."""
+    present = sorted(trace.events)
+    if len(present) <= MAX_RANKS:
+        return tuple(present)
+    named = [rank for rank in interesting_ranks(diagnosis) if rank in trace.events][: MAX_RANKS // 2]
+    others = sorted(set(present) - set(named))
+    picked = np.linspace(0, len(others) - 1, MAX_RANKS - len(named)).round().astype(int)
+    return tuple(sorted({*named, *(others[index] for index in picked.tolist())}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """How many events each step holds over all ranks: all that could be drawn, and those that detail consists of."""
+
+    total: Ints
+    operators: Ints
+    messages: Ints
+    collectives: Ints
+    modules: Ints
+
+    @classmethod
+    def of(cls, ranks: Iterable[Events], steps: tuple[int, ...]) -> _Counts:
+        numbers = np.array(steps, dtype=np.int64)
+        sums = np.zeros((6, len(numbers)), dtype=np.int64)
+        for events in ranks:
+            kinds = ((), (Kind.OPERATOR,), MESSAGES, (Kind.COLLECTIVE,), MODULES, _UNDRAWN)
+            for row, wanted in enumerate(kinds):
+                found = events.step if not wanted else events.step[_of_kinds(events, wanted)]
+                place = np.minimum(np.searchsorted(numbers, found), len(numbers) - 1)
+                sums[row] += np.bincount(place[numbers[place] == found], minlength=len(numbers))
+        return cls(sums[0] - sums[5], *sums[1:5])
+
+    def levels(self) -> list[tuple[str, ...]]:
+        """What to leave out: first nothing, then more and more."""
+        found: list[tuple[str, ...]] = [()]
+        for name in ("operators", "messages", "modules"):
+            some = getattr(self, name).any() and (name != "messages" or self.collectives.any())
+            if some:
+                found.append((*found[-1], name))
+        return found
+
+
+def _of_kinds(events: Events, kinds: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(len(events), dtype=bool)
+    for kind in kinds:
+        mask |= events.kind == kind
+    return mask
+
+
+def _grown(sizes: Ints, at: int, room: int) -> tuple[int, int]:
+    """The step ``at`` and its neighbours, grown on both sides while all their events fit; its end is exclusive."""
+    low, high = at, at + 1
+    total = int(sizes[at])
+    while low > 0 or high < len(sizes):
+        go_low = low > 0 and (high == len(sizes) or at - low <= high - 1 - at)
+        size = int(sizes[low - 1 if go_low else high])
+        if total + size > room:
+            break
+        total += size
+        low, high = (low - 1, high) if go_low else (low, high + 1)
+    return low, high
+
+
+def _operator_ranks(trace: Trace, diagnosis: Diagnosis, ranks: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """Some ranks whose operators of the typical step fit: those that the diagnosis speaks of, and one to compare."""
+    named = [rank for rank in interesting_ranks(diagnosis) if rank in ranks]
+    found = []
+    for rank in [*named[:MAX_OPERATOR_RANKS], *[rank for rank in ranks if rank not in named][:1]]:
+        events = trace.events[rank]
+        size = int(np.count_nonzero((events.kind == Kind.OPERATOR) & (events.step == diagnosis.typical_step)))
+        if 0 < size <= room:
+            found.append(rank)
+            room -= size
+    return tuple(sorted(found))
+
+
+ALL_SHOWN = 12  # a table of so many ranks shows them all
+SHOWN_FIRST = 8  # of more, so many before the others
+NEIGHBOURS = 2
+MAX_BLAMED_VIEWS = 3
+MAX_HOST_VIEWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """A selection of ranks that the timeline can be narrowed to."""
+
+    label: str
+    ranks: tuple[int, ...]
+
+
+def rank_views(
+    drawn: tuple[int, ...],
+    hosts: Mapping[int, str],
+    blamed: tuple[int, ...],
+    on_path: tuple[int, ...],
+    *,
+    of_ranks: int,
+) -> tuple[RankView, ...]:
+    """All that are drawn; the blamed ones and their neighbours; those on the critical path; those of each host.
+
+    ``of_ranks`` is how many ranks there are, drawn or not. What would show all of them again, or is there already,
+    is left out.
+    """
+    every = "All" if len(drawn) == of_ranks else "All drawn:"
+    whole = RankView(f"{every} {counted(len(drawn), 'rank')}", drawn)
+    views = [whole]
+
+    def offer(label: str, ranks: tuple[int, ...]) -> None:
+        if ranks and all(ranks != view.ranks for view in views):
+            views.append(RankView(label, ranks))
+
+    for rank in [rank for rank in blamed if rank in drawn][:MAX_BLAMED_VIEWS]:
+        at = drawn.index(rank)
+        offer(f"Rank {rank} and its neighbours", drawn[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1])
+    offer("On the critical path", tuple(rank for rank in drawn if rank in on_path))
+    of_host: dict[str, list[int]] = {}
+    for rank in drawn:
+        of_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    for host, ranks in list(of_host.items())[:MAX_HOST_VIEWS]:
+        if len(ranks) > 1:
+            label = f"Host {words.plain(host, 60) or 'without a name'}"
+            offer(f"{label}: rank {words.runs(ranks)}" if words.runs(ranks) else label, tuple(ranks))
+    return tuple(views)
+
+
+def split_by_interest(
+    breakdown: Mapping[int, Breakdown], blamed: tuple[int, ...]
+) -> tuple[list[int], list[int]]:
+    """The ranks to show first and the others.
+
+    Few ranks are all shown, in order. Of many, those that are blamed and then those that differ most from the
+    median rank come first; the others follow in order.
+    """
+    ranks = sorted(breakdown)
+    if len(ranks) <= ALL_SHOWN:
+        return ranks, []
+    parts = np.array([list(asdict(breakdown[rank]).values()) for rank in ranks])
+    distance = np.abs(parts - np.median(parts, axis=0)).sum(axis=1)
+    by_distance = [ranks[index] for index in np.argsort(-distance, kind="stable").tolist()]
+    first = [*(rank for rank in blamed if rank in breakdown), *by_distance]
+    first = list(dict.fromkeys(first))[:SHOWN_FIRST]
+    return first, [rank for rank in ranks if rank not in first]
+
 
 MAX_BOXES = 20_000
 
@@ -53,12 +432,12 @@ def draw(
     trace: Trace, diagnosis: Diagnosis, max_boxes: int = MAX_BOXES, rows: Communications | None = None
 ) -> Drawing:
     """Choose what to draw, and compute it. ``rows`` are the trace's matched communication, where that is known."""
-    choice = choosing.choose(trace, diagnosis, max_boxes)
+    choice = choose(trace, diagnosis, max_boxes)
     bounds = _bounds(trace, choice)
     window = Window(min(start for start, _ in bounds.values()), max(end for _, end in bounds.values()))
     boxes = _boxes(trace, diagnosis, choice, window, match(trace, messages=True) if rows is None else rows)
     whole = len(boxes)
-    cut = choosing.described(choice, trace, diagnosis)
+    cut = described(choice, trace, diagnosis)
     if whole > max_boxes:
         boxes = sorted(boxes, key=lambda box: (box.kind in _DETAIL_KINDS, -box.length_ms))[:max_boxes]
         boxes.sort(key=lambda box: (box.rank, box.row, box.start_ms, -box.end_ms))

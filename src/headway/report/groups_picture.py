@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.diagnosis.averaging import Averaging, Group
-from headway.report import palette, words
+from headway.report import words
 from headway.units import counted
 
 MAX_RANKS, MAX_BOXES, MAX_POINTS = 32, 1500, 400
@@ -98,7 +98,7 @@ def _shown(groups: Sequence[Group], ranks: Sequence[int]) -> list[Group]:
 
 
 def _blocks(group: Group, tops: dict[int, float], begin_ns: int, scale: float) -> list[Block]:
-    colour = palette.GROUP_COLOURS[group.number % len(palette.GROUP_COLOURS)]
+    colour = words.GROUP_COLOURS[group.number % len(words.GROUP_COLOURS)]
     members = ", ".join(map(str, group.members[:16])) + (", …" if len(group.members) > 16 else "")
     ended = "" if group.committed else ", which failed"
     length = words.duration((group.ended_ns - group.begun_ns) / 1e6)
@@ -112,7 +112,7 @@ def _blocks(group: Group, tops: dict[int, float], begin_ns: int, scale: float) -
         at = MARGIN + (asked_ns - begin_ns) * scale
         if waited_ns:
             title = f"rank {rank} waits for group {group.number}: {words.duration(waited_ns / 1e6)}"
-            colour_of_wait = palette.PASS_COLOURS[palette.WAITING]
+            colour_of_wait = words.PASS_COLOURS[words.WAITING]
             found.append(Block(at, tops[rank], waited_ns * scale, colour_of_wait, "", title))
         found.append(
             Block(

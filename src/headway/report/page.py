@@ -10,20 +10,23 @@ from headway import files
 from headway.diagnosis import Diagnosis
 from headway.diagnosis.breakdown import PARTS
 from headway.diagnosis.communication import match
-from headway.report import palette, payload, words
-from headway.report.boxes import OPERATORS
-from headway.report.choice import blamed_ranks
+from headway.report import words
 from headway.report.comparison_view import Baseline, comparison_values
-from headway.report.drawing import Drawing, draw
+from headway.report.drawing import (
+    OPERATORS,
+    Drawing,
+    RankView,
+    blamed_ranks,
+    draw,
+    rank_views,
+    split_by_interest,
+)
 from headway.report.groups_picture import groups_picture
-from headway.report.history import History, history, rank_times
-from headway.report.history_chart import history_chart, top_ms
+from headway.report.history import History, history, history_chart, rank_times, top_ms
 from headway.report.job_view import job_values, page_title
-from headway.report.layout import Layout
 from headway.report.pipeline_picture import pipeline_picture
-from headway.report.ranks import RankView, rank_views, split_by_interest
 from headway.report.templates import page_with_figures
-from headway.report.timeline import require_bokeh, timeline
+from headway.report.timeline import Layout, page_data, require_bokeh, timeline, timeline_columns
 from headway.trace.format import Trace
 from headway.units import counted, format_bytes, format_rate
 
@@ -77,7 +80,7 @@ def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = 
     on_path = tuple({piece.rank for piece in diagnosis.critical_path})
     views = rank_views(drawing.ranks, trace.hosts, blamed, on_path, of_ranks=len(trace.events))
     layout = Layout(drawing.ranks, drawing.lanes, blamed[:8])
-    columns, tables = payload.columns(drawing, layout)
+    columns, tables = timeline_columns(drawing, layout)
     drawn = tuple(step for step, _, _ in drawing.steps)
     name = trace.path.resolve().name or "a trace"
     return page_with_figures(
@@ -87,7 +90,7 @@ def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = 
             "timeline": timeline(drawing, layout, columns, tables["kind"]),
             "history": history_chart(past, drawn),
         },
-        payload.page_data(drawing, tables, past, views, layout),
+        page_data(drawing, tables, past, views, layout),
         **_words(trace, diagnosis),
         **_by_rank(trace, diagnosis, drawing, blamed),
         **job_values(diagnosis),
@@ -97,10 +100,10 @@ def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = 
         drawing=drawing,
         pipeline=pipeline_picture(trace, diagnosis.typical_step),
         groups=groups_picture(diagnosis.averaging),
-        waiting_colour=palette.PASS_COLOURS[palette.WAITING],
+        waiting_colour=words.PASS_COLOURS[words.WAITING],
         operators=any(box.row == OPERATORS for box in drawing.boxes),
         pending=any(box.pending_ms > 0 for box in drawing.boxes),
-        kinds=[kind for kind in palette.KIND_LABELS if kind in tables["kind"]],
+        kinds=[kind for kind in words.KIND_LABELS if kind in tables["kind"]],
         past=past,
         history_hint=_history_hint(past),
         drawn_at={step: at for at, step in enumerate(drawn)},
@@ -136,12 +139,12 @@ def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
         "count": counted,
         "cut_text": words.plain,
         "rate": format_rate,
-        "part_label": palette.part_label,
-        "short_label": palette.short_label,
-        "part_colour": lambda part: palette.PART_COLOURS.get(part, palette.UNKNOWN_COLOUR),
-        "kind_label": palette.kind_label,
-        "kind_colour": palette.kind_colour,
-        "pending_colour": palette.PENDING_COLOUR,
+        "part_label": words.part_label,
+        "short_label": words.short_label,
+        "part_colour": lambda part: words.PART_COLOURS.get(part, words.UNKNOWN_COLOUR),
+        "kind_label": words.kind_label,
+        "kind_colour": words.kind_colour,
+        "pending_colour": words.PENDING_COLOUR,
         "size": format_bytes,
     }
 
@@ -182,7 +185,7 @@ def _by_rank(trace: Trace, diagnosis: Diagnosis, drawing: Drawing, blamed: tuple
         "mean": _mean(diagnosis),
         "longest_ms": longest_ms,
         "scale": scale,
-        "part_headers": [f"#{palette.part_label(part)}" for part in PARTS],
+        "part_headers": [f"#{words.part_label(part)}" for part in PARTS],
         "first_ranks": first,
         "other_ranks": others[:MAX_ROWS],
         "unlisted_ranks": max(len(others) - MAX_ROWS, 0),

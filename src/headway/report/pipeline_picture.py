@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headway.report import palette, words
+from headway.report import words
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 from headway.units import counted
@@ -101,12 +101,12 @@ def _rows(trace: Trace, rank: int, step: int) -> list[Event]:
 def _what(key: tuple[str, int, int], keys: Sequence[tuple[str, int, int]], place: int) -> str:
     kind = key[0]
     if kind == Kind.OPTIMIZER:
-        return palette.UPDATE_PASS
+        return words.UPDATE_PASS
     if kind == Kind.FORWARD_PASS:
-        return palette.FORWARD_PASS
+        return words.FORWARD_PASS
     if keys.count(key) == 1:
-        return palette.WHOLE_BACKWARD
-    return palette.INPUT_GRADIENT if keys.index(key) == place else palette.WEIGHT_GRADIENT
+        return words.WHOLE_BACKWARD
+    return words.INPUT_GRADIENT if keys.index(key) == place else words.WEIGHT_GRADIENT
 
 
 def _laid_out(
@@ -129,7 +129,7 @@ def _laid_out(
             (MARGIN + (WIDTH - MARGIN) * part / TICKS, words.duration(length_ns * part / TICKS / 1e6))
             for part in range(TICKS + 1)
         ),
-        legend=tuple(each for each in palette.PASS_COLOURS.items() if each[0] in used | {palette.WAITING}),
+        legend=tuple(each for each in words.PASS_COLOURS.items() if each[0] in used | {words.WAITING}),
         left_out=f"{counted(ranks_left_out, 'more rank')} not drawn." if ranks_left_out > 0 else "",
     )  # fmt: skip
 
@@ -141,8 +141,8 @@ def _box(cell: Cell, x: float, y: float, scale: float) -> Box:
         x=x,
         y=y,
         width=max(width, 0.5),
-        colour=palette.PASS_COLOURS[cell.what],
-        ink="on-pale" if cell.what in palette.PALE_PASSES else "on-dark",
+        colour=words.PASS_COLOURS[cell.what],
+        ink="on-pale" if cell.what in words.PALE_PASSES else "on-dark",
         text=cell.number if width > _DIGIT * len(cell.number) + 2 else "",
         title=f"rank {cell.rank}: {cell.what}{of}, {words.duration((cell.end_ns - cell.start_ns) / 1e6)}",
     )

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.optimization.candidate import Candidate
-from headway.optimization.explanation import Explanation
-from headway.optimization.explanation.path import COMMUNICATION, COMPUTATION, REST, UPDATE, WAITING
+from headway.optimization.explanation import COMMUNICATION, COMPUTATION, REST, UPDATE, WAITING, Explanation
 from headway.optimization.result import SearchResult
-from headway.report import palette, words
+from headway.report import words
 from headway.report.templates import own_file, template
 from headway.units import counted, format_bytes
 from headway.version import __version__
@@ -84,7 +83,7 @@ def plan_page(
         bound_ms=found.bound_ms if has_bound else None,
         longest_bar_ms=max((bar.step_ms for bar in bars), default=1.0),
         parts=[part for part in PARTS if any(part in bar.parts_ms for bar in bars)],
-        colour=lambda part: palette.PART_COLOURS[PARTS[part]],
+        colour=lambda part: words.PART_COLOURS[PARTS[part]],
         like=[each.short_name for each in found.like(best)],
         plans=shown,
         for_other_scripts=for_other_scripts,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.report import palette, words
+from headway.report import words
 from headway.version import __version__
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def page_with_figures(
         version=__version__,
         css=Markup(own_file("page.css")),
         scripts=Markup("\n".join(own_file(f"scripts/{each}") for each in scripts)),
-        page_json=Markup(script_json({**data, "dark": palette.DARK})),
+        page_json=Markup(script_json({**data, "dark": words.DARK})),
         figures={element: Markup(_figure_json(figure)) for element, figure in figures.items()},
         bokeh_js=Markup(_bokeh_js()),
     )

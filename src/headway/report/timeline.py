@@ -5,26 +5,205 @@ The page's scripts find its parts by their names: ``timeline``, ``boxes``, ``pen
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headway.errors import UserError, how_to_install
-from headway.report import palette
-from headway.report.drawing import Drawing
-from headway.report.layout import Layout
-from headway.report.payload import opening_view, time_bounds
+from headway.report import words
+from headway.report.drawing import COMMUNICATION, OPERATORS, Box, Drawing, RankView
+from headway.report.history import Bar, History
+from headway.report.words import kind_label
 from headway.trace.events import Kind
 
 if TYPE_CHECKING:
     from bokeh.models import LayoutDOM
     from bokeh.plotting import figure as Figure  # noqa: N812
 
+
+PITCH = 2.0  # from one rank to the next
+_COMPUTE_HALF = 0.46
+_COMMUNICATION_AT, _COMMUNICATION_HEIGHT = -0.86, 0.56
+_ABOVE, _BELOW = 0.68, 1.32  # together a pitch, so that whole pixels a rank are whole pixels on the screen
+_RANK_PX, _ROWS_PX, _MANY_ROWS_PX = 58, 580, 780
+_LABEL_PX = 14  # what a label of a rank needs
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows for these ranks in this order. Lengths are in rows' units; 0 is the middle of the first rank's compute."""
+
+    ranks: tuple[int, ...]
+    lanes: int
+    blamed: tuple[int, ...] = ()
+
+    def places(self) -> dict[int, float]:
+        """The middle of each rank's compute row."""
+        return {rank: -PITCH * index for index, rank in enumerate(self.ranks)}
+
+    def span(self, box: Box, shared: bool) -> tuple[float, float]:
+        """Bottom and top of ``box``, from the middle of its rank's compute row.
+
+        ``shared`` is whether operators are drawn in the lower half of that row.
+        """
+        if box.row == COMMUNICATION:
+            middle, half = self.lane_at(box.lane), _COMMUNICATION_HEIGHT / self.lanes / 2
+            return middle - half, middle + half
+        if box.row == OPERATORS:
+            return -_COMPUTE_HALF, -0.06
+        return -0.02 if shared else -_COMPUTE_HALF, _COMPUTE_HALF
+
+    def lane_at(self, lane: int) -> float:
+        """The middle of a lane of communication, from the middle of its rank's compute row."""
+        return _COMMUNICATION_AT + (0.5 * (self.lanes - 1) - lane) * _COMMUNICATION_HEIGHT / self.lanes
+
+    def path_at(self, communicating: bool) -> float:
+        """Where the critical path runs, from the middle of its rank's compute row."""
+        return _COMMUNICATION_AT - _COMMUNICATION_HEIGHT / 2 if communicating else -_COMPUTE_HALF
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Bottom and top of all that belongs to a rank, from the middle of its compute row."""
+        return -PITCH + 0.7, 0.64
+
+    @property
+    def y_range(self) -> tuple[float, float]:
+        """From the lowest row's end to the highest's."""
+        return -PITCH * (len(self.ranks) - 1) - _BELOW, _ABOVE
+
+    @property
+    def rank_px(self) -> int:
+        """How high one rank is drawn: whole pixels, or rows would come out uneven."""
+        most = _ROWS_PX if len(self.ranks) <= 64 else _MANY_ROWS_PX
+        return max(min(_RANK_PX, most // len(self.ranks)), 1)
+
+    @property
+    def dense(self) -> bool:
+        """Whether rows are too low for borders and thick lines."""
+        return self.rank_px < 20
+
+    @property
+    def height_px(self) -> int:
+        """How high all are drawn, without the axes."""
+        return self.rank_px * len(self.ranks)
+
+    def labels(self) -> list[tuple[float, str]]:
+        """Which rows are labelled, and how. The blamed ranks always are; others where there is room."""
+        places = self.places()
+        every = -(-_LABEL_PX // self.rank_px)
+        marked = [index for index, rank in enumerate(self.ranks) if rank in self.blamed]
+        found = []
+        for index, rank in enumerate(self.ranks):
+            if index in marked:
+                found.append((places[rank], f"▸ rank {rank}"))
+            elif index % every == 0 and all(abs(index - mark) >= every for mark in marked):
+                found.append((places[rank], f"rank {rank}"))
+            if self.rank_px >= 2.4 * _LABEL_PX:
+                found.append((places[rank] + _COMMUNICATION_AT, "network"))
+        return found
+
+
+class Table:
+    """Texts that columns refer to by number, each held once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str, limit: int = words.MAX_NAME) -> int:
+        """The number of ``text``, cut to ``limit`` characters."""
+        return self._numbers.setdefault(words.plain(text, limit), len(self._numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts by number."""
+        return list(self._numbers)
+
+
+def timeline_columns(drawing: Drawing, layout: Layout) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The boxes as columns of numbers, and the tables of texts that ``kind``, ``name``, ``detail`` and ``step`` number.
+
+    ``bottom`` and ``top`` are where a box lies while all ranks are shown.
+    """
+    tables = {name: Table() for name in ("kind", "name", "detail", "step")}
+    boxes, places = drawing.boxes, layout.places()
+    shared = {(box.rank, box.step) for box in boxes if box.row == OPERATORS}
+    spans = [layout.span(box, (box.rank, box.step) in shared) for box in boxes]
+    found: dict[str, Any] = {
+        "left": np.array([box.start_ms for box in boxes], dtype=np.float64),
+        "right": np.array([box.end_ms for box in boxes], dtype=np.float64),
+        "bottom": np.array(
+            [places[box.rank] + low for box, (low, _) in zip(boxes, spans, strict=True)], np.float32
+        ),
+        "top": np.array(
+            [places[box.rank] + high for box, (_, high) in zip(boxes, spans, strict=True)], np.float32
+        ),
+        "rank": np.array([box.rank for box in boxes], dtype=np.int32),
+        "kind": np.array([tables["kind"].number(box.kind) for box in boxes], dtype=np.int32),
+        "name": np.array([tables["name"].number(box.name) for box in boxes], dtype=np.int32),
+        "detail": np.array([tables["detail"].number(box.detail) for box in boxes], dtype=np.int32),
+        "step": np.array([tables["step"].number(str(box.step)) for box in boxes], dtype=np.int32),
+    }
+    return found, {name: table.texts for name, table in tables.items()}
+
+
+def page_data(
+    drawing: Drawing, tables: dict[str, list[str]], past: History, views: tuple[RankView, ...], layout: Layout
+) -> dict[str, Any]:
+    """What the scripts start from: names, steps, bars of the history, and the selections of ranks."""
+    numbers = [step for step, _, _ in drawing.steps]
+    at = {step: index for index, step in enumerate(numbers)}
+    return {
+        "tables": tables | {"kind": [kind_label(kind) for kind in tables["kind"]]},
+        "steps": [[str(step), start, end] for step, start, end in drawing.steps],
+        "bars": [[str(bar.step), at.get(bar.step, -1), *_drawn(bar, numbers)] for bar in past.bars],
+        "path": [list(piece) for piece in drawing.path],
+        "view": list(opening_view(drawing)),
+        "bounds": list(time_bounds(drawing)),
+        "pitch": PITCH,
+        "views": [_view(view, layout) for view in views],
+    }
+
+
+def opening_view(drawing: Drawing) -> tuple[float, float]:
+    """The stretch of time that the timeline shows at first, in milliseconds."""
+    start, end = drawing.view_ms
+    low, high = time_bounds(drawing)
+    margin = 0.01 * (end - start)
+    if margin <= 0:
+        return low, high
+    return max(start - margin, low), min(end + margin, high)
+
+
+def time_bounds(drawing: Drawing) -> tuple[float, float]:
+    """How far the timeline's view may be moved."""
+    margin = 0.02 * max(drawing.length_ms, 1e-3)
+    return -margin, drawing.length_ms + margin
+
+
+def _drawn(bar: Bar, numbers: list[int]) -> tuple[int, int]:
+    """Which of the drawn steps a bar stands for, by their places; the end is exclusive."""
+    first, last = bar.of_steps
+    return bisect_left(numbers, first), bisect_right(numbers, last)
+
+
+def _view(view: RankView, whole: Layout) -> dict[str, Any]:
+    layout = Layout(view.ranks, whole.lanes, whole.blamed)
+    return {
+        "ranks": list(view.ranks),
+        "height": layout.height_px,
+        "range": list(layout.y_range),
+        "labels": [list(label) for label in layout.labels()],
+        "dense": layout.dense,
+    }
+
+
 FIGURE_NAME = "timeline"
 _ON_COMMUNICATION = {Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE, Kind.PUSH, Kind.PULL}
 _LEFT_PX, _RIGHT_PX = 84, 20
 TIP_STYLE = (
-    f"font:12.5px/1.45 {palette.FONT};color:var(--ink);background:var(--paper);margin:-5px;padding:6px 8px;"
+    f"font:12.5px/1.45 {words.FONT};color:var(--ink);background:var(--paper);margin:-5px;padding:6px 8px;"
     "max-width:420px;overflow-wrap:anywhere"
 )
 _TIP = f"""<div style="{TIP_STYLE}"><b>@what</b><br>@took, from @from<br>@where<br>
@@ -92,7 +271,7 @@ def _rows(
     _band(plot, layout)
     _steps(plot, drawing, high)
     _pending(plot, drawing, layout)
-    colours = [palette.kind_colour(kind) for kind in kinds] or [palette.UNKNOWN_COLOUR]
+    colours = [words.kind_colour(kind) for kind in kinds] or [words.UNKNOWN_COLOUR]
     bars = plot.quad(
         name="boxes",
         source=ColumnDataSource(columns),
@@ -108,7 +287,7 @@ def _rows(
         name="hit",
         source=ColumnDataSource({"left": [], "right": [], "bottom": [], "top": []}),
         left="left", right="right", bottom="bottom", top="top",
-        fill_color=None, line_color=palette.HIT_COLOUR, line_width=2, line_join="round", level="overlay",
+        fill_color=None, line_color=words.HIT_COLOUR, line_width=2, line_join="round", level="overlay",
     )  # fmt: skip
     labels = layout.labels()
     plot.yaxis.ticker = FixedTicker(ticks=[place for place, _ in labels])
@@ -133,7 +312,7 @@ def _band(plot: Figure, layout: Layout) -> None:
     }
     plot.hstrip(
         name="band", source=ColumnDataSource(columns), y0="bottom", y1="top",
-        fill_color=palette.BLAMED_COLOUR, line_color=palette.BLAMED_EDGE, line_width=1.5, level="underlay",
+        fill_color=words.BLAMED_COLOUR, line_color=words.BLAMED_EDGE, line_width=1.5, level="underlay",
     )  # fmt: skip
 
 
@@ -142,7 +321,7 @@ def _steps(plot: Figure, drawing: Drawing, top: float) -> None:
     from bokeh.models import FixedTicker, LinearAxis, NoOverlap
 
     borders = [*(start for _, start, _ in drawing.steps), *(end for _, _, end in drawing.steps[-1:])]
-    plot.vspan(x=borders, line_color=palette.STEP_BORDER, line_dash="dashed", line_width=1)
+    plot.vspan(x=borders, line_color=words.STEP_BORDER, line_dash="dashed", line_width=1)
     middles = {(start + end) / 2: f"step {step}" for step, start, end in drawing.steps}
     axis: Any = LinearAxis(
         major_label_policy=NoOverlap(min_distance=12),
@@ -171,7 +350,7 @@ def _pending(plot: Figure, drawing: Drawing, layout: Layout) -> None:
     plot.quad(
         name="pending", source=ColumnDataSource({name: np.array(values) for name, values in columns.items()}),
         left="left", right="right", bottom="bottom", top="top",
-        fill_color=palette.PENDING_COLOUR, line_color=None,
+        fill_color=words.PENDING_COLOUR, line_color=None,
     )  # fmt: skip
 
 
@@ -188,7 +367,7 @@ def _path(plot: Figure, drawing: Drawing, layout: Layout) -> None:
         columns["rank"] += [rank, rank]
     source = ColumnDataSource({name: np.array(values) for name, values in columns.items()})
     thick = 2 if layout.dense else 3
-    for name, colour, width in (("path-halo", "white", 2 * thick), ("path", palette.PATH_COLOUR, thick)):
+    for name, colour, width in (("path-halo", "white", 2 * thick), ("path", words.PATH_COLOUR, thick)):
         plot.line(
             name=name, source=source, x="x", y="y",
             line_color=colour, line_width=width, line_join="round", level="overlay",
@@ -210,7 +389,7 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
         tools="",
         toolbar_location=None,
     )
-    for place, colour in enumerate((palette.EVEN_STEP, palette.ODD_STEP)):
+    for place, colour in enumerate((words.EVEN_STEP, words.ODD_STEP)):
         steps = drawing.steps[place::2]
         plot.quad(
             left=[start for _, start, _ in steps], right=[end for _, _, end in steps], bottom=0, top=1,
@@ -222,7 +401,7 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
         name="overview-labels",
         x=[(start + end) / 2 for _, start, end in labelled], y=[0.5] * len(labelled),
         text=[str(step) for step, _, _ in labelled], text_align="center", text_baseline="middle",
-        text_color=palette.INK, text_font_size="11px", text_font=value(palette.FONT),
+        text_color=words.INK, text_font_size="11px", text_font=value(words.FONT),
     )  # fmt: skip
     tool = RangeTool(x_range=x_range, start_gesture="pan")
     tool.overlay.fill_color, tool.overlay.fill_alpha = "#3f7fb5", 0.18
@@ -237,14 +416,14 @@ def dress(plot: Figure) -> None:
     """The style that all of the page's figures share."""
     plot.min_border_left, plot.min_border_right = _LEFT_PX, _RIGHT_PX
     plot.grid.visible = False
-    plot.outline_line_color = palette.RULE
+    plot.outline_line_color = words.RULE
     plot.background_fill_color = plot.border_fill_color = "white"
     for axis in plot.axis:
         if axis not in plot.above:
-            axis.axis_line_color = axis.major_tick_line_color = palette.AXIS
+            axis.axis_line_color = axis.major_tick_line_color = words.AXIS
         axis.minor_tick_line_color = None
-        axis.major_label_text_color = palette.INK
-        axis.axis_label_text_color = palette.MUTED
+        axis.major_label_text_color = words.INK
+        axis.axis_label_text_color = words.MUTED
         axis.axis_label_text_font_style = "normal"
-        axis.major_label_text_font = axis.axis_label_text_font = palette.FONT
+        axis.major_label_text_font = axis.axis_label_text_font = words.FONT
         axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"

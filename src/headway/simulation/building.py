@@ -5,32 +5,201 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.arrays import Ints
-from headway.simulation.operations import (
-    DECIDED,
-    DECISION,
-    DURATION,
-    FREE,
-    MOST_OPERATIONS,
-    NO_RESOURCE,
-    NONE,
-    ROUTE,
-    SPILL,
-    SUCCESSORS,
-    WAITS,
-    WHOLE,
-    Block,
-    Edges,
-    Numbers,
-    OperationGraph,
-    Resources,
-    Routes,
-    edges_of,
-    lines,
-)  # fmt: skip
+
+Numbers = npt.NDArray[np.int32]
+NO_RESOURCE = -1
+MOST_OPERATIONS = 2**31 - 1
+LATEST_NS = 2**60  # a sum of three such times still fits
+OPERATION_BYTES = 64
+
+# Columns of ``OperationGraph.wide``.
+DURATION, START, END = 0, 1, 2
+# Columns of ``OperationGraph.narrow``, behind those.
+ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
+SLOTS = 5  # successors in the line itself
+NONE = -1
+FREE, DECISION = 0, 1  # the routes of operations that use nothing, and of those that a decider lets end
+DECIDED = -2  # the queue of decisions
+WHOLE = 2**46  # what rates are counted in: that of the fastest resource, where rates differ
+
+
+# The operations of some steps over all ranks and links, and what each waits for, in flat arrays.
+#
+# An operation is one cache line of 64 bytes, so that playing it costs one access to memory and one for each operation
+# that waits for it. What it uses (a route) and successors that do not fit are kept apart.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency.
+
+    ``asked`` is how much of a side an operation takes at its full rate (in WHOLE).
+    """
+
+    sender: Numbers
+    receiver: Numbers
+    asked: Ints
+    queue: Numbers
+    latency_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resources:
+    """What operations share.
+
+    ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is token-bucket credit: after idling for this long, a
+    resource does that much work at once. ``changes`` are rows of a time (ns), a resource, how much there is of it from
+    then on (in WHOLE), and how much there would be if others, who have the rest, got all that they want; in order of
+    time. ``window_ns`` is what an operation keeps queued where others have taken
+    a part of a resource, as work at its usual rate: others get their part only once they have queued in proportion, and
+    it is ahead by that (0: they have their part immediately).
+    """
+
+    room: Ints
+    burst_ns: Ints
+    changes: Ints
+    window_ns: Ints
+
+    @classmethod
+    def plain(cls, count: int) -> Resources:
+        """So many alike that save nothing and stay as they are."""
+        nothing = np.zeros(count, dtype=np.int64)
+        return cls(nothing + WHOLE, nothing, np.zeros((0, 4), dtype=np.int64), nothing)
+
+    def __len__(self) -> int:
+        return len(self.burst_ns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperationGraph:
+    """Operations, as rows of two views of the same memory.
+
+    An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` at its full
+    rate, and is done ``latency_ns`` after it has left them. Operations of one queue, as messages of one
+    connection, go one after the other. ``wide`` (int64) has durations, ``narrow`` (int32) routes, how many operations
+    each waits for, and its successors: in SLOTS columns, NONE behind the last, and, where there are more, at SPILL in
+    ``spilled``, after their number. Other columns are the engine's.
+    """
+
+    wide: Ints
+    narrow: Numbers
+    spilled: Numbers
+    routes: Routes
+    resources: Resources
+    queues: int
+
+    def __len__(self) -> int:
+        return len(self.wide)
+
+    @property
+    def duration_ns(self) -> Ints:
+        """How long each operation takes where it has its resources to itself."""
+        return self.wide[:, DURATION]
+
+    @property
+    def sender(self) -> Numbers:
+        """The sender's side that each operation uses, or NO_RESOURCE."""
+        return self.routes.sender[self.narrow[:, ROUTE]]
+
+    @property
+    def receiver(self) -> Numbers:
+        """The receiver's side that each operation uses, or NO_RESOURCE."""
+        return self.routes.receiver[self.narrow[:, ROUTE]]
+
+    @property
+    def queue(self) -> Numbers:
+        """The queue that each operation stands in."""
+        return self.routes.queue[self.narrow[:, ROUTE]]
+
+    @property
+    def latency_ns(self) -> Ints:
+        """How long after it has left its resources each operation is done."""
+        return self.routes.latency_ns[self.narrow[:, ROUTE]]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the arrays take."""
+        return self.wide.nbytes + self.spilled.nbytes
+
+    def successors(self, number: int) -> list[int]:
+        """The operations that wait for operation ``number``."""
+        own = self.narrow[number, SUCCESSORS : SUCCESSORS + SLOTS]
+        spill = int(self.narrow[number, SPILL])
+        more = self.spilled[spill + 1 : spill + 1 + self.spilled[spill]].tolist() if spill != NONE else []
+        return [*own[own != NONE].tolist(), *more]
+
+    def with_durations(self, operations: npt.NDArray[np.intp], duration_ns: Ints) -> OperationGraph:
+        """The same graph where ``operations`` take other times."""
+        wide, narrow = lines(len(self))
+        wide[:] = self.wide
+        wide[operations, DURATION] = duration_ns
+        return OperationGraph(wide, narrow, self.spilled, self.routes, self.resources, self.queues)
+
+
+def lines(count: int) -> tuple[Ints, Numbers]:
+    """Room for ``count`` operations, each in a cache line of its own: the wide view and the narrow one."""
+    memory = np.zeros((count + 1) * OPERATION_BYTES, dtype=np.uint8)
+    begin = -memory.ctypes.data % OPERATION_BYTES
+    own = memory[begin : begin + count * OPERATION_BYTES]
+    return own.view(np.int64).reshape(count, 8), own.view(np.int32).reshape(count, 16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edges:
+    """Successors of some operations as ``OperationGraph`` keeps them. ``targets`` are those places of ``spilled``."""
+
+    slots: Numbers
+    spill: Numbers
+    spilled: Numbers
+    targets: npt.NDArray[np.intp]
+
+
+def edges_of(before: Ints, after: Ints, count: int) -> Edges:
+    """The edges ``before[i] -> after[i]`` of ``count`` operations."""
+    order = np.argsort(before, kind="stable")
+    rows, ends = before[order], after[order]
+    degree = np.bincount(rows, minlength=count)
+    first = np.cumsum(degree) - degree
+    place = np.arange(len(rows)) - first[rows]
+    slots = np.full((count, SLOTS), NONE, dtype=np.int32)
+    within = place < SLOTS
+    slots[rows[within], place[within]] = ends[within]
+    spill = np.full(count, NONE, dtype=np.int32)
+    large = np.flatnonzero(degree > SLOTS)
+    if not len(large):
+        return Edges(slots, spill, np.zeros(0, np.int32), np.zeros(0, np.intp))
+    more = degree[large] - SLOTS
+    begin = np.cumsum(more + 1) - (more + 1)
+    spill[large] = begin
+    spilled = np.zeros(int(more.sum()) + len(large), dtype=np.int32)
+    spilled[begin] = more
+    targets = spill[rows[~within]].astype(np.intp) + 1 + place[~within] - SLOTS
+    spilled[targets] = ends[~within]
+    return Edges(slots, spill, spilled, targets)
+
+
+class Block(Protocol):
+    """Many operations at once, whose edges among themselves and out of them are known."""
+
+    @property
+    def operations(self) -> int:
+        """How many operations."""
+
+    @property
+    def spills(self) -> int:
+        """How much room its successors need in ``OperationGraph.spilled``."""
+
+    def fill(self, into: OperationGraph, base: int, spill: int) -> None:
+        """Write the rows into ``into`` from operation ``base`` on, and what spills from ``spill`` on.
+
+        What operations outside of the block wait for is added to their WAITS.
+        """
 
 
 class RouteTable:

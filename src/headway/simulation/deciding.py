@@ -8,9 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from headway.simulation import kernel
-from headway.simulation.building import OperationGraphBuilder
-from headway.simulation.engine import PlayedTimes, first_state, play_on, played_times
-from headway.simulation.operations import (
+from headway.simulation.building import (
     END,
     LEFT,
     NONE,
@@ -20,8 +18,10 @@ from headway.simulation.operations import (
     SUCCESSORS,
     WAITS,
     OperationGraph,
+    OperationGraphBuilder,
     lines,
 )
+from headway.simulation.engine import PlayedTimes, first_state, play_on, played_times
 
 NEVER_NS = kernel.NEVER  # when what was not played began and ended
 

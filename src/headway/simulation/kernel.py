@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.simulation.operations import (
+from headway.simulation.building import (
     DECIDED,
     DURATION,
     END,

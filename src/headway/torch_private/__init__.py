@@ -3,16 +3,6 @@
 Callers write ``torch_private.name``; ``pipelining`` is imported where it is used.
 """
 
-from headway.torch_private.autograd import (
-    inside_backward,
-    inside_transform,
-    node_type_of,
-    preserved_versions,
-    put_gradient_hook_first,
-    queue_backward_callback,
-    version_of,
-    version_or_zero,
-)
 from headway.torch_private.compiled import (
     CompiledForward,
     compilation_marks,
@@ -43,24 +33,13 @@ from headway.torch_private.ddp import (
     sharded_by_fully_shard,
     stock_ddp,
 )
-from headway.torch_private.dispatch import (
-    DispatchMode,
-    KernelOverlay,
-    dispatch_modes,
-    fake_tensors,
-    is_fake,
-    operator_name,
-    operator_packet,
-    pop_dispatch_mode,
-    returns_given_memory,
-    returns_view,
-    without_subclass_dispatch,
-    without_user_modes,
-)
 from headway.torch_private.groups import (
+    SHORT_LIMIT_S,
+    JobStore,
     abort_group,
     backends_of,
     before_group_shutdown,
+    default_store,
     exchange_on_backend,
     gather_on_backend,
     gloo_context,
@@ -68,17 +47,20 @@ from headway.torch_private.groups import (
     gloo_devices,
     group_name,
     group_timeout,
+    kept_in_a_file,
     let_gloo_finish,
     let_gloo_finish_in_time,
     new_gloo_group,
     process_group,
+    source_of,
     sum_on_backend,
+    wait_for_work,
+    when_work_completes,
 )
-from headway.torch_private.job_store import SHORT_LIMIT_S, JobStore, default_store, kept_in_a_file
-from headway.torch_private.loading import data_loader_iterator
 from headway.torch_private.optimizers import (
     Unscaling,
     around_unscaling,
+    data_loader_iterator,
     gradients_are_finite,
     steps_in_backward,
     unhooked_step,
@@ -94,18 +76,37 @@ from headway.torch_private.pipelining import (
     stages_of,
 )
 from headway.torch_private.tensors import (
+    DispatchMode,
+    KernelOverlay,
     StandsInForParameter,
     device_here,
     device_index,
+    dispatch_modes,
+    fake_tensors,
     foreach_copy,
+    inside_backward,
+    inside_transform,
+    is_fake,
+    node_type_of,
+    operator_name,
+    operator_packet,
     own_modules,
     own_parameters,
     persistent_buffers,
+    pop_dispatch_mode,
+    preserved_versions,
+    put_gradient_hook_first,
+    queue_backward_callback,
+    returns_given_memory,
+    returns_view,
     storage_key,
     storage_uses,
     tensors_in,
+    version_of,
+    version_or_zero,
+    without_subclass_dispatch,
+    without_user_modes,
 )
-from headway.torch_private.works import source_of, wait_for_work, when_work_completes
 
 __all__ = [
     "COMPUTE_LOSS",

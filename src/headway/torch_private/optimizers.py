@@ -1,12 +1,24 @@
-"""Optimizers and loss scaling."""
+"""Optimizers, loss scaling, data loaders, and hooks and gates around steps."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+
+def data_loader_iterator() -> type:
+    """The base class of the data loader's iterators, whose ``__next__`` is the wait for input."""
+    return _BaseDataLoaderIter
 
 
 def unhooked_step(optimizer_type: type[torch.optim.Optimizer]) -> Callable[..., Any]:
@@ -56,3 +68,135 @@ def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
 def steps_in_backward(parameter: torch.Tensor) -> bool:
     """Whether an optimizer was applied to ``parameter`` within backward."""
     return hasattr(parameter, "_in_backward_optimizers")
+
+
+Step = Callable[..., Any]
+Gate = Callable[[Optimizer, Step, tuple[Any, ...], dict[str, Any]], Any]
+"""Is given an optimizer, its step, and what that is called with; returns what ``optimizer.step`` returns."""
+
+_gates: list[Gate] = []
+_asked: set[int] = set()  # ids of optimizers whose step asks
+
+
+# Gates around the steps of all optimizers, which decide whether a step is made.
+#
+# A step hook of torch's can change a step's arguments, and not leave it out. So ``step`` of each optimizer class is
+# replaced, for ever, by one that asks the gate.
+
+
+def gate_steps(gate: Gate) -> None:
+    """Have every ``optimizer.step(...)`` of this process go through ``gate`` from now on; there is one.
+
+    Bound steps that somebody holds already, such as schedulers of learning rates, do not.
+    """
+    if _gates:
+        assert _gates == [gate], "two gates"
+        return
+    _gates.append(gate)
+    stock = Optimizer._patch_step_function
+
+    @functools.wraps(stock)
+    def patch_step_function(self: Optimizer) -> None:
+        stock(self)
+        for owner in type(self).__mro__:
+            if "step" in vars(owner):
+                _gate_class(owner)
+                break
+
+    Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
+    for each in _subclasses(Optimizer):
+        if "step" in vars(each) and hasattr(each.step, "hooked"):  # else no instance has been made
+            _gate_class(each)
+
+
+def is_asked(optimizer: Optimizer) -> bool:
+    """Whether the step that ``optimizer`` is in went through the gate."""
+    return id(optimizer) in _asked
+
+
+def _subclasses(of: type) -> Iterator[type[Any]]:
+    known: list[type[Any]] = type.__subclasses__(of)
+    for each in known:
+        yield each
+        yield from _subclasses(each)
+
+
+def _gate_class(owner: type[Any]) -> None:
+    step = owner.step
+    if hasattr(step, "gated"):
+        return
+
+    @functools.wraps(step)
+    def gated(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in _asked:  # a class whose step calls that of another
+            return step(self, *args, **kwargs)
+        _asked.add(id(self))
+        try:
+            return _gates[0](self, functools.partial(step, self), args, kwargs)
+        finally:
+            _asked.discard(id(self))
+
+    gated.gated = True  # type: ignore[attr-defined]
+    # The step without torch's hooks, as it is found where there is no gate.
+    gated.__wrapped__ = getattr(step, "__wrapped__", step)
+    owner.step = gated
+
+
+BeforeStep = Callable[[Optimizer, Any, Any], Any]
+"""Is told the optimizer and the arguments of its step; returns None, or other arguments as ``(args, kwargs)``."""
+AfterStep = Callable[[Optimizer, Any, Any], None]
+
+
+# Hooks on the steps of all optimizers, which may come and go at any time, in the middle of a step too.
+#
+# torch goes through a dict of such hooks, and a step fails in which one is added to it or removed. So one hook of each
+# kind is given to torch for ever, which calls those that there are.
+
+
+class StepHook:
+    """A hook that is called until it is removed."""
+
+    def __init__(self, hooks: list[StepHook], call: Callable[[Optimizer, Any, Any], Any]) -> None:
+        self._hooks, self.call = hooks, call
+        hooks.append(self)
+
+    def remove(self) -> None:
+        """Have it called no more."""
+        if self in self._hooks:
+            self._hooks.remove(self)
+
+
+_before: list[StepHook] = []
+_after: list[StepHook] = []
+
+
+def before_every_step(call: BeforeStep) -> StepHook:
+    """Call ``call`` before each step of any optimizer, behind those that are there."""
+    _watch()
+    return StepHook(_before, call)
+
+
+def after_every_step(call: AfterStep) -> StepHook:
+    """Call ``call`` after each step of any optimizer, behind those that are there."""
+    _watch()
+    return StepHook(_after, call)
+
+
+@cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_step_begins)
+    register_optimizer_step_post_hook(_step_ended)
+
+
+def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    given = args, kwargs
+    for hook in _before[:]:
+        if hook in _before and (changed := hook.call(optimizer, *given)) is not None:
+            given = changed
+    return given
+
+
+def _step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for hook in _after[:]:
+        if hook in _after:
+            hook.call(optimizer, args, kwargs)

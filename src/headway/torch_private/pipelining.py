@@ -14,8 +14,79 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from headway.torch_private.input_gradients import InputGradients
-from headway.torch_private.shape_inference import leave_no_trace
+from headway.torch_private.tensors import preserved_versions
+
+
+class InputGradients:
+    """Has ``tell`` called once in the backward of ``micro_batch`` of ``stage``, torch's, when they are all there.
+
+    From then on the stage gives them as what it sends. What ``tell`` raises is raised by ``done``: raised in backward,
+    it would leave replicas waiting for each other.
+    """
+
+    def __init__(self, stage: Any, micro_batch: int, tell: Callable[[], None]) -> None:
+        self._stage, self._micro_batch, self._tell = stage, micro_batch, tell
+        self._told = False
+        self._failure: Exception | None = None
+        _, values = stage.fwd_cache[micro_batch]
+        self._values = values[: len(stage.args_recv_info[micro_batch])]
+        awaited = [
+            each
+            for each in self._values
+            if isinstance(each, torch.Tensor) and each.requires_grad and each.is_leaf
+        ]
+        self._missing = len(awaited)
+        self._handles = [each.register_post_accumulate_grad_hook(self._computed) for each in awaited]
+
+    def _computed(self, _: torch.Tensor) -> None:
+        self._missing -= 1
+        if self._missing:
+            return
+        self._told = True
+        self._stage.bwd_cache[self._micro_batch] = tuple(
+            each.grad if isinstance(each, torch.Tensor) else None for each in self._values
+        )
+        try:
+            self._tell()
+        except Exception as failure:  # raised again behind backward
+            self._failure = failure
+
+    def done(self) -> None:
+        """Backward has returned: tell now if nothing was told, for an input that some of the graph does not need."""
+        for handle in self._handles:
+            handle.remove()
+        if self._failure is not None:
+            raise self._failure
+        if self._told:
+            self._stage.bwd_cache.pop(self._micro_batch, None)  # torch has put there what was sent
+        else:
+            self._tell()
+
+
+_INFERENCES = ("_forward_metadata_inference", "_shape_inference")  # of torch 2.13, and of earlier ones
+
+
+def leave_no_trace(stage: Any) -> None:
+    """Have such forwards of ``stage`` leave buffers and random numbers as they were.
+
+    They would count to what ``BatchNorm`` has seen, before the first step and after every switch from evaluation.
+    """
+    for name in _INFERENCES:
+        if hasattr(stage, name):
+            setattr(stage, name, functools.partial(_inferred, stage, getattr(stage, name)))
+
+
+def _inferred(stage: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    kept = [(buffer, buffer.clone()) for buffer in stage.submod.buffers()]
+    on = [stage.device] if stage.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on):
+        try:
+            return original(*args, **kwargs)
+        finally:
+            with torch.no_grad(), preserved_versions([buffer for buffer, _ in kept]):
+                for buffer, value in kept:
+                    buffer.copy_(value)
+
 
 _PLANNED = "_headway_planned"
 _SPLIT = "_split_inputs"  # what a step does first

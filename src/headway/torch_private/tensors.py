@@ -2,14 +2,190 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _get_device_index
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import unserializable_hook
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """From inside a backward: call ``callback`` when its graph is done, before later-queued callbacks."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether this thread is computing a node of a backward pass.
+
+    In an end-of-backward callback this is true exactly where that backward was nested in another one, as
+    reentrant activation checkpointing nests them.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is in progress, whose wrapped tensors nobody can tell from ordinary ones."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def node_type_of(function: type[torch.autograd.Function]) -> type[Any]:
+    """The type of the nodes that ``function`` leaves in graphs."""
+    made: type[Any] = cast(Any, function)._backward_cls
+    return made
+
+
+def put_gradient_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have ``hook`` change the gradient of ``tensor`` before any other hook sees it. Pickles do without it."""
+    marked: Any = unserializable_hook(functools.partial(hook))  # a bound method cannot be
+    handle = tensor.register_hook(marked)
+    hooks: Any = tensor._backward_hooks
+    own = hooks.pop(handle.id)
+    others = list(hooks.items())
+    hooks.clear()  # autograd goes through them as they were put in
+    hooks[handle.id] = own
+    hooks.update(others)
+
+
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """A context in which writing to ``tensors`` does not invalidate graphs that saved them."""
+    autograd = cast(Any, torch.autograd)
+    return cast("AbstractContextManager[Any]", autograd._unsafe_preserve_version_counter(tuple(tensors)))
+
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor has been written in place, as autograd counts it; raises RuntimeError for inference tensors."""
+
+
+def version_or_zero(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to; 0 for one of inference mode, of which torch does not count it."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+DispatchMode = TorchDispatchMode
+"""The base of modes that see every operator's call, through ``__torch_dispatch__``."""
+
+
+class KernelOverlay:
+    """Python kernels laid over an operator library's own, each called with the original first."""
+
+    def __init__(self, namespace: str, dispatch_key: str) -> None:
+        self._namespace = namespace
+        self._key = dispatch_key
+        self._library = torch.library.Library(namespace, "IMPL")
+
+    def put(self, operation: str, kernel: Callable[..., Any]) -> None:
+        """Have ``operation`` call ``kernel(original, *args)``."""
+        original = torch.library.get_kernel(f"{self._namespace}::{operation}", self._key)
+
+        def overlaid(keyset: Any, *args: Any) -> Any:
+            return kernel(lambda *passed: original.call_boxed(keyset, *passed), *args)
+
+        with _override_unwarned():
+            self._library.impl(operation, overlaid, self._key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """Put the original kernels back in force."""
+        self._library._destroy()
+
+
+@contextmanager
+def _override_unwarned() -> Iterator[None]:
+    """Overriding a kernel warns once from C++; the override is meant and is taken back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def without_subclass_dispatch() -> AbstractContextManager[Any]:
+    """A context in which tensor subclasses' ``__torch_function__`` is not called."""
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
+
+
+@contextmanager
+def without_user_modes() -> Iterator[None]:
+    """A context in which work of our own is invisible to function modes, dispatch modes and autocast.
+
+    Inference mode and recording of gradients are off in it too.
+    """
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        if _is_plain():  # as nearly always; to leave what is not in force takes as long as an update
+            yield
+            return
+        with (
+            torch._C._DisableFuncTorch(),
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),  # which the end of an inference mode would have undone
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+
+
+def _is_plain() -> bool:
+    """Whether this thread has no dispatch mode, transform, autocast or inference mode in force."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside it tensors have shapes, devices and lives as ever, and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one of ``fake_tensors``, without data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def operator_name(operator: Any) -> str:
+    """The qualified name of the operator that a dispatch mode is told of, such as "aten::detach"."""
+    return str(operator._schema.name)
+
+
+def operator_packet(operator: Any) -> Any:
+    """The operator that a dispatch mode is told of, whichever overload it is."""
+    return operator._overloadpacket
+
+
+def returns_given_memory(operator: Any) -> bool:
+    """Whether an operator says that it returns memory it was given: a view, or what it wrote to."""
+    return any(each.alias_info for each in operator._schema.returns)
+
+
+def returns_view(operator: Any) -> bool:
+    """Whether an operator says that it returns memory it was given and did not write to."""
+    return any(each.alias_info and not each.alias_info.is_write for each in operator._schema.returns)
+
+
+def pop_dispatch_mode() -> None:
+    """Take the innermost dispatch mode off, which was left within a backward: autograd brought it back afterwards."""
+    _pop_mode()
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes in force, the innermost last."""
+    return _get_current_dispatch_mode_stack()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

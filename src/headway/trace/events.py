@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.arrays import Flags, Ints, Texts
+from headway.arrays import Flags, Indices, Ints, Texts
 
 
 def texts(values: Sequence[Any]) -> Texts:
@@ -252,3 +252,24 @@ def _is_shared(column: Any) -> bool:
 
 def _picked(column: Any, mask: Flags, count: int) -> Any:
     return np.broadcast_to(column[:1], (count,)) if _is_shared(column) and len(column) else column[mask]
+
+
+def is_message(events: Events) -> Flags:
+    """Which of one rank's events are sends and receives."""
+    found: Flags = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
+    return found
+
+
+def inner_messages(events: Events) -> Flags:
+    """Which of one rank's events are messages of a collective that it recorded: of its group, name and sequence."""
+    inner = is_message(events) & (events.sequence >= 0)
+    if inner.any():
+        collectives = set(_keys(events, np.flatnonzero(events.kind == Kind.COLLECTIVE)))
+        found = np.flatnonzero(inner)
+        inner[found] = [key in collectives for key in _keys(events, found)]
+    return inner
+
+
+def _keys(events: Events, rows: Indices) -> Iterator[tuple[str, str, int]]:
+    columns = events.group[rows], events.name[rows], events.sequence[rows]
+    return zip(*(column.tolist() for column in columns), strict=True)

@@ -17,14 +17,18 @@ from headway.cluster import Cluster
 from headway.errors import TraceError
 from headway.model import ModelSpec
 from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, Event, Events, Kind, is_absent
-from headway.trace.format import FORMAT, Manifest, RankInfo, Trace
-from headway.trace.format_1 import upgraded
+from headway.trace.format import FORMAT, Manifest, RankInfo, RankRounds, Trace
 from headway.trace.rank_columns import Allowance, RankColumns
-from headway.trace.rounds import RankRounds
 from headway.version import __version__
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+def upgraded(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of format 1 in today's format. Rank files are read alike: what they lack is optional."""
+    return manifest | {"format": FORMAT}
+
 
 MANIFEST = "manifest.json"
 MODEL = "model.json"

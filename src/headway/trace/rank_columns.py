@@ -2,19 +2,205 @@
 
 from __future__ import annotations
 
+import io
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 import numpy as np
 
 from headway import files
 from headway.errors import TraceError
 from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, absent
-from headway.trace.page_sizes import unpacked_bytes
-from headway.trace.unpacking import TO_RAISE_IT, most_bytes
+from headway.units import parse_size_bytes
+
+_WINDOW_BYTES = 64 * 2**10  # of which a header, with its statistics, takes some hundred
+_MAX_DEPTH = 8
+_UNPACKED, _PACKED = 2, 3  # fields of a header
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)
+_LONG_LIST = 15
+
+
+# What the pages of a Parquet file unpack to, as their own headers say: a reader takes that much at once for each.
+#
+# The footer says it too, of whole columns, and need not tell the truth. Headers are structs in Thrift's compact protocol
+# (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md) of which three numbers matter.
+
+
+def unpacked_bytes(file: IO[bytes], chunk: Any) -> int:
+    """What the pages of a column chunk, pyarrow's ``ColumnChunkMetaData``, unpack to.
+
+    Raises ValueError where there are no pages where they should be.
+    """
+    return sum(unpacked for unpacked, _ in _pages(file, chunk))
+
+
+def _pages(file: IO[bytes], chunk: Any) -> Iterator[tuple[int, int]]:
+    place = chunk.data_page_offset
+    if chunk.has_dictionary_page:
+        # A column without values has no data page, and 0 for where that is.
+        place = min(place or chunk.dictionary_page_offset, chunk.dictionary_page_offset)
+    end = place + chunk.total_compressed_size
+    while place < end:
+        file.seek(place)
+        header = _Header(file.read(_WINDOW_BYTES))
+        numbers = header.integers()
+        unpacked, packed = numbers.get(_UNPACKED, -1), numbers.get(_PACKED, -1)
+        if unpacked < 0 or packed < 0:
+            raise ValueError("a page without a size")
+        yield unpacked, packed
+        place += header.place + packed
+
+
+class _Header:
+    """A struct at the beginning of ``data``; ``place`` is where it has been read to."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.place = 0
+
+    def integers(self, depth: int = 0) -> dict[int, int]:
+        """The struct's integer fields, by number; it is read to its end."""
+        found = {}
+        field = 0
+        while head := self._byte():
+            kind, step = head & 15, head >> 4
+            field = field + step if step else _signed(self._number())
+            if kind in _INTEGERS:
+                found[field] = _signed(self._number())
+            elif kind not in (_TRUE, _FALSE):
+                self._skip(kind, depth)
+        return found
+
+    def _skip(self, kind: int, depth: int) -> None:
+        if depth > _MAX_DEPTH or self.place >= len(self._data):
+            raise ValueError("a header that is too deep, or does not end")
+        if kind in (_TRUE, _FALSE, _BYTE):  # booleans, too, take a byte outside of structs
+            self.place += 1
+        elif kind in _INTEGERS:
+            self._number()
+        elif kind == _DOUBLE:
+            self.place += 8
+        elif kind == _BINARY:
+            size_bytes = self._number()
+            self.place += size_bytes
+        elif kind in (_LIST, _SET):
+            head = self._byte()
+            count = head >> 4
+            for _ in range(self._number() if count == _LONG_LIST else count):
+                self._skip(head & 15, depth + 1)
+        elif kind == _STRUCT:
+            self.integers(depth + 1)
+        else:
+            raise ValueError("no page's header")
+
+    def _number(self) -> int:
+        value = shift = 0
+        while True:
+            part = self._byte()
+            value |= (part & 127) << shift
+            if part < 128:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("an endless number")
+
+    def _byte(self) -> int:
+        if self.place >= len(self._data):
+            raise ValueError("a header that is too deep, or does not end")
+        self.place += 1
+        return self._data[self.place - 1]
+
+
+def _signed(number: int) -> int:
+    return (number >> 1) ^ -(number & 1)
+
+
+MAX_RATIO = 100  # of what a compressed file may unpack to: traces come to 10 to 40
+SMALL_BYTES = 64 * 2**20  # what any file may unpack to, whatever its ratio
+USUAL_LIMIT_BYTES = 2 * 2**30  # what one file may unpack to, unless the variable says otherwise
+LIMIT_VARIABLE = "HEADWAY_MAX_UNPACKED"
+TO_RAISE_IT = f"If the file is what it should be, set {LIMIT_VARIABLE}, for example to 8GiB."
+MOST_STREAMS = 100_000  # in one file, one after the other: some tools write one for each 64 kB
+_PACKED_BYTES = 16_384
+_PIECE_BYTES = 2**20
+_GZIP = b"\x1f\x8b"
+
+
+def most_bytes(stored_bytes: int, files: int = 1) -> int:
+    """How much ``files`` of ``stored_bytes`` in all may unpack to: what ``LIMIT_VARIABLE`` says of one, if it is set.
+
+    Raises UnitError where that cannot be read.
+    """
+    stated = os.environ.get(LIMIT_VARIABLE)
+    if stated:
+        limit_bytes = files * parse_size_bytes(stated, LIMIT_VARIABLE)
+    else:
+        limit_bytes = min(MAX_RATIO * stored_bytes, files * USUAL_LIMIT_BYTES)
+    return max(SMALL_BYTES, stored_bytes, limit_bytes)
+
+
+def pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """The bytes of ``file``, unpacked where it is gzip.
+
+    Raises EOFError where it is truncated and zlib.error where it is damaged, after the last piece that can be read.
+    """
+    first = file.read(len(_GZIP))
+    if first == _GZIP:
+        yield from _unpacked(first, file)
+    elif first:
+        yield first
+        # A member of a zip that ends in an error loses the piece that it comes with.
+        yield from _stored(file, _PIECE_BYTES if isinstance(file, io.BufferedReader) else _PACKED_BYTES)
+
+
+def _stored(file: IO[bytes], piece_bytes: int) -> Iterator[bytes]:
+    # ``read`` goes on until it has as much as it was asked for, and loses that where there is an error.
+    read = cast(io.BufferedReader, file).read1
+    while piece := read(piece_bytes):
+        yield piece
+
+
+def _unpacked(first: bytes, file: IO[bytes]) -> Iterator[bytes]:
+    """What gzip streams hold, one after the other, with nothing or zeros between them."""
+    decoder = zlib.decompressobj(31)
+    packed, streams = first, 1
+    stored = _stored(file, _PACKED_BYTES)
+    while packed:
+        if decoder.eof:
+            decoder, streams = zlib.decompressobj(31), streams + 1
+            if streams > MOST_STREAMS:
+                raise zlib.error(f"more than {MOST_STREAMS} compressed streams")
+        before = decoder.copy()
+        try:
+            piece = decoder.decompress(packed, _PIECE_BYTES)
+        except zlib.error:
+            yield from _until_damage(before, packed)
+            raise
+        if piece:
+            yield piece
+        packed = decoder.unconsumed_tail or decoder.unused_data.lstrip(b"\0")
+        while not packed:  # the next that is not padding after the end of a stream
+            packed = next(stored, b"")
+            if not packed:
+                break
+            packed = packed.lstrip(b"\0") if decoder.eof else packed
+    if not decoder.eof:
+        raise EOFError
+
+
+def _until_damage(decoder: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
+    """What a decoder makes of the bytes before the one at which it fails."""
+    try:
+        for position in range(len(packed)):
+            yield decoder.decompress(packed[position : position + 1])
+    except zlib.error:
+        return
+
 
 _BATCH_ROWS = 2**17
 _VALUE_BYTES = 8  # of a number, and of a reference to a text

@@ -11,10 +11,9 @@ from tests.behaviour.lab.jobs import Job, cli, start_cli, wait_until
 from tests.commands import communicate
 
 from headway.lab import state
-from headway.lab.flags import override, parse_event
 from headway.lab.launch import Mode, run
 from headway.lab.processes import members
-from headway.lab.spec import LabSpec
+from headway.lab.spec import LabSpec, override, parse_event
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

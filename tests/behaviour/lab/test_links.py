@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from tests.behaviour.lab.jobs import Job, permitted
 
-from headway.lab.flags import override, parse_event
 from headway.lab.launch import Mode
-from headway.lab.spec import LabSpec
+from headway.lab.spec import LabSpec, override, parse_event
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -11,10 +11,9 @@ import pytest
 from tests.behaviour.lab.jobs import Job, cli, start_cli
 
 from headway.errors import LabError
-from headway.lab import cgroups, state
-from headway.lab.flags import override, parse_event
+from headway.lab import slow, state
 from headway.lab.launch import Mode, best_mode, run
-from headway.lab.spec import LabSpec
+from headway.lab.spec import LabSpec, override, parse_event
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -92,7 +91,7 @@ def groups_left() -> list[Path]:
     spec = LabSpec(hosts=1, slow={0: 0.5}, slow_by="quota")
     try:
         run(spec, ["true"], mode="loopback", on_notice=lambda _: None)
-        return list(cgroups.find_parent().path.glob(f"headway-lab-{os.getpid()}-*"))
+        return list(slow.find_parent().path.glob(f"headway-lab-{os.getpid()}-*"))
     except LabError as refusal:
         pytest.skip(str(refusal))
 
@@ -144,10 +143,10 @@ def test_clean_empties_and_removes_the_control_group_that_a_killed_lab_left() ->
 @pytest.mark.parametrize("slow_by", ["auto", "quota"])
 def test_groups_that_turn_out_not_to_work(monkeypatch: pytest.MonkeyPatch, slow_by: str) -> None:
     def refuse(*_: object) -> None:
-        raise cgroups.NotPermittedError("enough groups")
+        raise slow.NotPermittedError("enough groups")
 
-    monkeypatch.setattr(cgroups, "find_parent", lambda: cgroups.Parent(Path("/groups"), 2, is_own=True))
-    monkeypatch.setattr(cgroups.Quotas, "make", refuse)
+    monkeypatch.setattr(slow, "find_parent", lambda: slow.Parent(Path("/groups"), 2, is_own=True))
+    monkeypatch.setattr(slow.Quotas, "make", refuse)
     spec = override(None, hosts=1, slow={0: "0.5"}, slow_by=slow_by)
     if slow_by == "auto":
         job = Job(spec, ["true"])

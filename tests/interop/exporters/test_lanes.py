@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.arrays import Ints
-from headway.interop.exporters import lanes as under_test
-from headway.interop.exporters.lanes import MAX_DEPTH, disjoint_lanes, nesting_lanes
+from headway.interop.exporters import rank_tracks as under_test
+from headway.interop.exporters.rank_tracks import MAX_DEPTH, disjoint_lanes, nesting_lanes
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=60)
 

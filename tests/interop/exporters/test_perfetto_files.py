@@ -15,7 +15,7 @@ from tests.interop.exporters.perfetto_checks import info, trace_of, written
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.errors import UserError
-from headway.interop.exporters import packets
+from headway.interop.exporters import perfetto_ranks
 from headway.interop.exporters.perfetto import write_perfetto
 from headway.trace.events import Event, Events, Kind, Stream
 
@@ -65,7 +65,7 @@ def test_names_are_said_once_and_files_are_the_same_each_time(
     found = written(trace, tmp_path, "a")
     kinds = {kind for kind, _, _ in names}
     assert found.names_said <= 4 * (len(names) + len(kinds) + 9) + 5
-    monkeypatch.setattr(packets, "AT_ONCE", 7)
+    monkeypatch.setattr(perfetto_ranks, "AT_ONCE", 7)
     written(trace, tmp_path, "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     written(trace, tmp_path, "c.gz")

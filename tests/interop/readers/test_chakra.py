@@ -20,9 +20,9 @@ from tests.interop.readers.chakra_files import (
 from tests.interop.readers.damaging import damaged_bytes, refused
 
 from headway.errors import TraceError
-from headway.interop.readers.chakra import phases, reader
-from headway.interop.readers.chakra.layout import lay_out
-from headway.interop.readers.chakra.schema import NodeType
+from headway.interop.readers.chakra import communication, reader
+from headway.interop.readers.chakra.document import NodeType
+from headway.interop.readers.chakra.timing import lay_out
 from headway.interop.readers.foreign import Document, ForeignRank
 from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
 from headway.trace.events import Events, Kind, Stream
@@ -244,7 +244,7 @@ def test_callers_that_call_themselves_do_not_hold_anything_up() -> None:
     ],
 )  # fmt: skip
 def test_names_tell_the_part_of_a_step(name: str, kind: str) -> None:
-    assert phases.of_name(name) == kind
+    assert communication.of_name(name) == kind
 
 
 # Layout ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.interop.readers.storing import bounded, found_in, refusal, zip_of
 
 from headway.errors import TraceError
 from headway.interop.readers.document import Found, Sources, head_of, read_document, shown
-from headway.trace.unpacking import SMALL_BYTES
+from headway.trace.rank_columns import SMALL_BYTES
 
 
 def test_a_file_plain_and_compressed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.interop.readers.damaging import damaged_bytes, damaged_json, refused
 
 from headway.errors import TraceError
 from headway.interop.readers import execution_trace
-from headway.interop.readers.executed import ExecutedCommunication
+from headway.interop.readers.execution_trace import ExecutedCommunication
 from headway.interop.readers.foreign import Document
 from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
 

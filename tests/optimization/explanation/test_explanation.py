@@ -7,10 +7,7 @@ from tests.optimization.test_with_passes import Faster, Slower
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
-from headway.optimization.explanation import Explanation, explain
-from headway.optimization.explanation.explanation import Choice
-from headway.optimization.explanation.further import further
-from headway.optimization.explanation.path import PathParts
+from headway.optimization.explanation import Choice, Explanation, PathParts, explain, further
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.replayer.replayer import Replayer

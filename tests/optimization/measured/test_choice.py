@@ -13,8 +13,7 @@ from tests.synthetic import synthetic_trace
 from headway.cli.measuring import _folder_next_to, measured_document, measured_sentences
 from headway.errors import LaunchError, UserError
 from headway.optimization.candidate import Candidate
-from headway.optimization.measured.choice import choose
-from headway.optimization.measured.contenders import MOST, Contenders, contenders, is_measurable
+from headway.optimization.measured import MOST, Contenders, choose, contenders, is_measurable
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.permission import ASYNCHRONOUS

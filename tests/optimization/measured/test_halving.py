@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.optimization.measured.halving import (
+from headway.optimization.measured import (
     LEAST_ROUNDS,
     LEAST_STEPS,
     MOST_STEPS,

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
 from headway.collectives.algorithms import ALGORITHMS, FOR_HALVES
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import SizeClass
 from headway.compression.cast import Cast
 from headway.compression.int8 import Int8
 from headway.compression.top_k import TopK
 from headway.errors import PlanError
 from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.graph.timeline import Item, Part, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec

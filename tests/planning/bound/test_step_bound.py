@@ -13,7 +13,7 @@ from tests.planning.jobs import PlannedJob, layered_job
 from headway.cluster import Cluster, Host, Traffic
 from headway.collectives.algorithms import HIERARCHICAL
 from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.planning.bound import Form, OwnBounds, bound_of, form_of, least_sent_share

@@ -17,8 +17,7 @@ from headway.scheduling.pipeline.orders import (
     one_forward_one_backward,
     zero_bubble,
 )
-from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule
-from headway.scheduling.pipeline.timing import bubble, ideal_times
+from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, bubble, ideal_times
 
 MOST_STAGES, MOST_MICRO_BATCHES = 6, 10
 

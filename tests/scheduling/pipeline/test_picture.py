@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.scheduling.pipeline.orders import grouped, interleaved, zero_bubble
-from headway.scheduling.pipeline.picture import picture
+from headway.scheduling.pipeline.schedule import picture
 
 
 def test_one_stage_a_rank() -> None:

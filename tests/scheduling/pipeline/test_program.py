@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 from tests.scheduling.pipeline.test_orders import MOST_STAGES, all_of
 
-from headway.scheduling.pipeline.messages import Message, message_of
 from headway.scheduling.pipeline.orders import gpipe, grouped, one_forward_one_backward
 from headway.scheduling.pipeline.program import (
     Await,
     ComputeAndSend,
     Instruction,
+    Message,
     Post,
     Release,
     Send,
+    message_of,
     program_of,
 )
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule

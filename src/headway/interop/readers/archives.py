@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from headway.errors import TraceError
-from headway.trace.unpacking import TO_RAISE_IT, most_bytes, pieces
+from headway.trace.rank_columns import TO_RAISE_IT, most_bytes, pieces
 
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 _HEADER_BYTES = 64 * 2**10  # of one member of a tar: long names and attributes take some hundred

@@ -20,7 +20,7 @@ from headway.errors import TraceError
 from headway.interop.readers import archives
 from headway.interop.readers.foreign import Document
 from headway.interop.readers.formats import SNIFFED_BYTES
-from headway.trace.unpacking import TO_RAISE_IT, most_bytes, pieces
+from headway.trace.rank_columns import TO_RAISE_IT, most_bytes, pieces
 
 MAX_DOCUMENTS = 100_000
 MAX_DOCUMENT_BYTES = 4 * 2**30

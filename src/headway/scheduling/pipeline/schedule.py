@@ -7,8 +7,9 @@ in their order, each as soon as what it needs has arrived.
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -165,3 +166,105 @@ class PipelineSchedule:
 @dataclass(frozen=True)
 class RecordedPipelineSchedule(PipelineSchedule):
     """The order of a recording, whose messages stand where they were recorded rather than where a program has them."""
+
+
+UNITS: Mapping[Pass, int] = {
+    Pass.FORWARD: 1, Pass.BACKWARD: 2, Pass.INPUT_GRADIENT: 1, Pass.WEIGHT_GRADIENT: 1,
+}  # fmt: skip
+"""The usual ratio: both halves of backward take as long as forward."""
+
+
+# When a schedule's actions run where every pass takes a known time and transfers take none: for pictures and orders.
+#
+# What a real network makes of a schedule is for a replay to say.
+
+
+@dataclass(frozen=True)
+class IdealTimes:
+    """``begins[action]`` and ``ends[action]`` in the units that passes were given in; ``order`` is by their begins."""
+
+    order: tuple[Action, ...]
+    begins: Mapping[Action, int]
+    ends: Mapping[Action, int]
+
+    @property
+    def total(self) -> int:
+        """When the last action ends."""
+        return max(self.ends.values())
+
+
+def ideal_times(schedule: PipelineSchedule, units: Mapping[Pass, int] = UNITS) -> IdealTimes:
+    """Every action as early as its rank and what it needs permit. ``units`` are how long passes take, of any stage."""
+    return times_without_messages(schedule, lambda action: units[action.kind])
+
+
+def times_without_messages(schedule: PipelineSchedule, duration_of: Callable[[Action], int]) -> IdealTimes:
+    """The same where every action takes a time of its own."""
+    begins: dict[Action, int] = {}
+    ends: dict[Action, int] = {}
+    order: list[Action] = []
+    at = [0] * len(schedule.ranks)
+    free = [0] * len(schedule.ranks)
+    waiting: dict[Action, list[int]] = {}
+    heap: list[tuple[int, int]] = []
+
+    def look(rank: int) -> None:
+        """Have the next action of ``rank`` begin when it can, or be looked at again when what it lacks is done."""
+        if at[rank] == len(schedule.ranks[rank]):
+            return
+        action = schedule.ranks[rank][at[rank]]
+        needs = tuple(schedule.needs(action))
+        for need in needs:
+            if need not in ends:
+                waiting.setdefault(need, []).append(rank)
+                return
+        heapq.heappush(heap, (max((free[rank], *(ends[need] for need in needs))), rank))
+
+    for rank in range(len(schedule.ranks)):
+        look(rank)
+    while heap:
+        begin, rank = heapq.heappop(heap)
+        action = schedule.ranks[rank][at[rank]]
+        begins[action], ends[action] = begin, begin + duration_of(action)
+        order.append(action)
+        free[rank] = ends[action]
+        at[rank] += 1
+        for other in (rank, *waiting.pop(action, ())):
+            look(other)
+    return IdealTimes(tuple(order), begins, ends)
+
+
+def bubble(schedule: PipelineSchedule, units: Mapping[Pass, int] = UNITS) -> float:
+    """The share of all ranks' time that they wait in, where transfers take no time: 0 for a pipeline of one rank."""
+    times = ideal_times(schedule, units)
+    busy = sum(units[action.kind] for action in times.order)
+    return 1 - busy / (times.total * len(schedule.ranks))
+
+
+def picture(schedule: PipelineSchedule, units: Mapping[Pass, int] = UNITS) -> str:
+    """The schedule as it would run where transfers take no time; dots are waiting.
+
+    Cells are F (forward), B (backward), I and W (its halves: gradients of inputs and of weights), each with the number
+    of its micro-batch, and before it that of its stage where ranks have several.
+    """
+    times = ideal_times(schedule, units)
+    several = schedule.stages > len(schedule.ranks)
+    names = {action: _name(action, with_stage=several) for action in times.order}
+    width = 1 + max(map(len, names.values()))
+    lines = []
+    for rank, actions in enumerate(schedule.ranks):
+        cells = ["·"] * times.total
+        for action in actions:
+            begin, end = times.begins[action], times.ends[action]
+            cells[begin:end] = [names[action], *["─" * (width - 1)] * (end - begin - 1)]
+        lines.append(f"rank {rank:<{len(str(len(schedule.ranks) - 1))}}  " + _row(cells, width))
+    return "\n".join(lines)
+
+
+def _row(cells: list[str], width: int) -> str:
+    return "".join(cell.ljust(width) for cell in cells).rstrip()
+
+
+def _name(action: Action, *, with_stage: bool) -> str:
+    stage = f"{action.stage}" if with_stage else ""
+    return f"{stage}{action.kind.value}{action.micro_batch}"

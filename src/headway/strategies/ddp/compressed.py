@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.collectives import native
+from headway.collectives import live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COMPRESSED
 from headway.compression.codec import MOST_EXCHANGES, Codec, Sent
 from headway.plugins import PluginFaultError, is_own
@@ -108,7 +108,7 @@ class Compressing(HookedChannels):
         Their models would drift apart silently. What is not finite may differ: such a step is skipped.
         """
         digest = zlib.crc32(mean.detach().contiguous().view(torch.uint8).numpy().data) if finite else -1
-        digests = native.gathered(torch.tensor([digest]), self._groups.host[channel]).view(-1).tolist()
+        digests = live.gathered(torch.tensor([digest]), self._groups.host[channel]).view(-1).tolist()
         other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
         if other is not None:
             what = "the means of one bucket differ between ranks"
@@ -156,7 +156,7 @@ class _Telling:
         )  # fmt: skip
 
 
-EXCHANGES = {ALL_REDUCE: native.summed, ALL_GATHER: native.gathered, ALL_TO_ALL: native.exchanged}
+EXCHANGES = {ALL_REDUCE: live.summed, ALL_GATHER: live.gathered, ALL_TO_ALL: live.exchanged}
 
 
 def send_bucket(compressing: Compressing, bucket: Any) -> torch.futures.Future[Any]:

@@ -10,8 +10,7 @@ from collections import defaultdict
 
 from headway.collectives.algorithms import NCCL
 from headway.collectives.selection import native
-from headway.compression.codec import MOST_EXCHANGES
-from headway.compression.costs import slowdown_of, stretches_ns
+from headway.compression.codec import MOST_EXCHANGES, slowdown_of, stretches_ns
 from headway.graph.build import CODEC, GraphBuilder, RankCursor
 from headway.graph.timeline import Part
 from headway.scheduling.buckets import Bucket, BucketSchedule

@@ -9,7 +9,7 @@ from headway.collectives.algorithms import NCCL
 from headway.compression.cast import Cast
 from headway.compression.codec import takes_all
 from headway.compression.registry import proposed as proposed_codecs
-from headway.graph.step_profile import profile_of
+from headway.graph.step_layout import profile_of
 from headway.job import Job
 from headway.planning.bound import bound_of
 from headway.planning.link_cost import all_reduce_cost

@@ -16,8 +16,7 @@ from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Part
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule
-from headway.scheduling.readiness import BucketReadiness
+from headway.scheduling.buckets import BucketReadiness, BucketSchedule
 from headway.strategies.ddp.compressed_reactions import Compressed
 
 

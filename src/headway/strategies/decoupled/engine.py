@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.decoupled.asking import Asking
 from headway.strategies.decoupled.condition import LOCK, Condition

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
 from headway.collectives.selection import Selection
-from headway.compression.costs import slowdown_of, stretches_ns
+from headway.compression.codec import slowdown_of, stretches_ns
 from headway.graph.build import CODEC, GraphBuilder, RankCursor
 from headway.scheduling.buckets import BucketSchedule
 

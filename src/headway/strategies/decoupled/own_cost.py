@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.network.halting import stop_if_asked
+from headway.network.interference import stop_if_asked
 from headway.strategies.decoupled import lifecycle
 from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 

@@ -18,8 +18,7 @@ from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule
-from headway.scheduling.readiness import BucketReadiness
+from headway.scheduling.buckets import BucketReadiness, BucketSchedule
 from headway.strategies.decoupled.jobs import Jobs
 from headway.trace.events import Read
 

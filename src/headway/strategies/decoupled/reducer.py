@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.scheduling.readiness import BucketReadiness
+from headway.scheduling.buckets import BucketReadiness
 from headway.strategies.decoupled.condition import LOCK, Condition
 from headway.strategies.decoupled.expected import Expected
 from headway.strategies.decoupled.holders import unshared

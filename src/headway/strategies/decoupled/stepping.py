@@ -29,7 +29,7 @@ from headway.strategies.decoupled.parameter_state import ParameterState
 from headway.strategies.decoupled.settlement import ParameterGuard, Settlement
 from headway.strategies.decoupled.stand_in import StandIn
 from headway.strategies.decoupled.state import WatchedState
-from headway.torch_private.step_hooks import before_every_step
+from headway.torch_private.optimizers import before_every_step
 
 _ZERO_GRAD = Optimizer.zero_grad
 _KNOWN = {torch.Tensor, torch.nn.Parameter, deferred.DeferredParameter, deferred.DeferredGradient}

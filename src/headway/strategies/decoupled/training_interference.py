@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.cluster import PassSlowdown
 from headway.intervals import Intervals
 from headway.job import Job
-from headway.network.halting import stop_if_asked
+from headway.network.interference import stop_if_asked
 from headway.strategies.decoupled import lifecycle
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.decoupled.wrapper import DecoupledDataParallel

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.collectives import native
+from headway.collectives import live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
-from headway.collectives.carrying_out import Run, prepare
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
+from headway.collectives.live import Run, prepare
 from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.compression.cast import Cast
@@ -70,7 +70,7 @@ class BackendCollectives:
 
     def bound(self, kind: str, bucket: LiveBucket, channel: int) -> Callable[[int], object]:
         """What runs a collective of ``bucket`` on ``channel``; NCCL counts for itself."""
-        collective, group = native.COLLECTIVES[kind], self._groups[channel]
+        collective, group = live.COLLECTIVES[kind], self._groups[channel]
         return lambda _tag: collective(bucket.buffer, group, bucket.buffer)
 
     def tag(self, kind: str, bucket: LiveBucket, number: int) -> int:

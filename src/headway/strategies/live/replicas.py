@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.errors import UserError
 from headway.model import ModelSpec
 from headway.rpc import interface

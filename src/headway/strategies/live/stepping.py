@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError, UserError
-from headway.torch_private.step_hooks import after_every_step, before_every_step
+from headway.torch_private.optimizers import after_every_step, before_every_step
 
 Owner = TypeVar("Owner")
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from headway import torch_private
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.coordination.client import CoordinatorClient
 from headway.errors import HeadwayWarning, UnsupportedError
 from headway.job import Job

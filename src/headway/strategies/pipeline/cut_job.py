@@ -12,7 +12,7 @@ from itertools import accumulate
 from headway.cluster import Cluster
 from headway.errors import PlanError
 from headway.graph.computation import Computation
-from headway.graph.step_profile import LayerTimes
+from headway.graph.step_layout import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec

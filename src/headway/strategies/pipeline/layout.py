@@ -11,8 +11,15 @@ from headway.graph.blocks import ComputeBlock
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Part, Timeline
-from headway.scheduling.pipeline.messages import Message
-from headway.scheduling.pipeline.program import Await, ComputeAndSend, Post, Send, last_backwards, program_of
+from headway.scheduling.pipeline.program import (
+    Await,
+    ComputeAndSend,
+    Message,
+    Post,
+    Send,
+    last_backwards,
+    program_of,
+)
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline.gradients import lay_out_readying, lay_out_update, lay_out_using
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes

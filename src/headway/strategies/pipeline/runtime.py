@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import PlanError, UserError, one_line
-from headway.scheduling.pipeline.messages import Message
-from headway.scheduling.pipeline.program import Await, ComputeAndSend, Post, Release, Send, program_of
+from headway.scheduling.pipeline.program import (
+    Await,
+    ComputeAndSend,
+    Message,
+    Post,
+    Release,
+    Send,
+    program_of,
+)
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline import boundaries, lost
 from headway.strategies.pipeline.tuning.watch import StepWatch

@@ -29,7 +29,7 @@ from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, R
 from headway.strategies.pipeline.keepers import keeps_tensors, objects_in
 from headway.strategies.pipeline.untouched import HOW_TO_MEND, Drawn, left_as_it_was
 from headway.torch_private import tracing as private
-from headway.torch_private.autograd import version_of
+from headway.torch_private.tensors import version_of
 
 _ROOT, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 

@@ -2,22 +2,118 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints, Texts
-from headway.interop.readers.chakra.document import Nodes
-from headway.interop.readers.chakra.host_calls import ANNOTATED
-from headway.interop.readers.chakra.phases import unprefixed
-from headway.interop.readers.chakra.schema import COLLECTIVES, NodeType
-from headway.interop.readers.executed import ExecutedCommunication
-from headway.interop.readers.torch_json import ints, plain_name
+from headway.interop.readers.chakra.document import COLLECTIVES, Nodes, NodeType
+from headway.interop.readers.execution_trace import ExecutedCommunication, Gathered, Node, in_order_of_call
+from headway.interop.readers.torch_json import UNREADABLE, ints, plain_name
 from headway.trace.events import Kind, texts
+
+_GROUPS = "## process_group:init ##"
+ANNOTATED = "gloo:"
+_WORDS = (("'", '"'), ("True", "true"), ("False", "false"), ("None", "null"))  # from Python's words to JSON's
+
+
+# What "chakra_converter PyTorch" keeps of an execution trace: process groups, and Gloo's calls.
+#
+# Chakra knows communication by the names of NCCL's kernels, so that Gloo's is written as computation by the host.
+
+
+def host_calls(nodes: Nodes) -> ExecutedCommunication:
+    """Gloo's operations and the process groups, as an execution trace has them."""
+    gathered = Gathered()
+    kept = [
+        Node(
+            name=str(nodes.name[index]),
+            id=index,
+            inputs=_raw({"values": _values(str(nodes.name[index]), words)}),
+            attrs=_raw([{"name": "rf_id", "value": int(nodes.whole["rf_id"][index])}]),
+        )
+        for index, words in nodes.inputs.items()
+    ]
+    for node in sorted(kept, key=in_order_of_call):
+        gathered.take(node)
+    return gathered.columns(0, ())
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _values(name: str, words: str) -> list[Any]:
+    """The arguments of a call, which the converter writes as Python would show them."""
+    if name == _GROUPS:
+        return [words[words.find("[{") : words.rfind("}]") + 2]]
+    for old, new in _WORDS:
+        words = words.replace(old, new)
+    try:
+        found = msgspec.json.decode(words)
+    except UNREADABLE:
+        return []
+    return found if isinstance(found, list) else []
+
+
+REST = "rest"  # computation of no part, in traces that Headway wrote
+STATED = frozenset(
+    [Kind.INPUT, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.UPDATE, Kind.PAUSE, Kind.IDLE, REST]
+)
+
+_WORD = r"(?:^|[^a-z]){}(?:[^a-z]|$)"
+_BACKWARD = r"^autograd::engine::evaluate_function|backward\d*$|" + _WORD.format("(?:bwd|backward)")
+_PATTERNS = (
+    (Kind.BACKWARD, re.compile(_BACKWARD, re.I)),
+    (Kind.OPTIMIZER, re.compile(_WORD.format("(?:optimizer|optim|opt|sgd|adamw?|lamb)"), re.I)),
+    (Kind.INPUT, re.compile(r"^enumerate\(DataLoader\)|" + _WORD.format("(?:dataloader|data_?load)"), re.I)),
+    (Kind.FORWARD, re.compile(_WORD.format("(?:fwd|forward)"), re.I)),
+)  # fmt: skip
+_LAYER = re.compile(r"^COMP_NODE_(.+)_(?:FWD|BWD_WG|BWD_IG)$")  # as "chakra_converter Text" names nodes
+
+
+def of_name(name: str) -> str:
+    """The kind that a name tells of, "" where it tells of none."""
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), "")
+
+
+def shown(name: str, kind: str) -> str:
+    """What to call the event of a node: its layer, where the name is made of layer and phase."""
+    found = _LAYER.match(name)
+    return found[1] if found else unprefixed(name, f"COMP_NODE_{kind}")
+
+
+def unprefixed(name: str, prefix: str) -> str:
+    """``name`` without what Chakra's tools expect a node's name to begin with."""
+    return name.removeprefix(prefix).removeprefix("_") if name.startswith(prefix) else name
+
+
+def of_nodes(nodes: Nodes) -> list[str]:
+    """The kind of each node, "" where neither it nor a caller tells of one."""
+    names = nodes.name.tolist()
+    told = {name: of_name(name) for name in set(names)}
+    found: list[str | None] = [
+        stated if stated in STATED else told[name] or None
+        for stated, name in zip(nodes.text["headway_kind"].tolist(), names, strict=True)
+    ]
+    for node in range(len(nodes)):
+        path = []
+        at: int | None = node
+        while at is not None and found[at] is None:
+            found[at] = ""  # until it is known: who calls himself is not asked twice
+            path.append(at)
+            at = nodes.ctrl_deps[at][0] if nodes.ctrl_deps[at] else None
+        kind = found[at] if at is not None else ""
+        for one in path:
+            found[one] = kind
+    return [kind or "" for kind in found]
+
 
 _KINDS = {NodeType.SEND: Kind.SEND, NodeType.RECEIVE: Kind.RECEIVE, NodeType.COLLECTIVE: Kind.COLLECTIVE}
 _SHARES = ("all_gather", "gather")  # of these a node's comm_size is what each rank gives

@@ -2,20 +2,191 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Flags, Ints, Texts
-from headway.errors import TraceError
-from headway.interop.readers.chakra.frames import frames
-from headway.interop.readers.chakra.schema import metadata_class, node_class
+from headway.errors import TraceError, UserError, how_to_install
 from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
 from headway.interop.readers.torch_json import ints, whole
 from headway.trace.events import texts
+
+MAX_VARINT_BYTES = 10
+
+_METADATA_TAGS = frozenset([0x0A, 0x12])  # version, attr
+_NODE_TAGS = frozenset(
+    [0x08, 0x12, 0x18, 0x20, 0x22, 0x28, 0x2A, 0x30, 0x38, 0x42, 0x4A, 0x52]
+)  # a field's number and how it is written
+
+
+def frames(data: bytes, wrong: list[str]) -> Iterator[bytes]:
+    """The messages of a file. Says in ``wrong`` where they end too early."""
+    position = 0
+    while position < len(data):
+        length, after = _varint(data, position)
+        left = len(data) - after
+        if length < 1 or length > left:
+            wrong.append(
+                f"a message of {length if length >= 0 else 'endless'} bytes at byte {position}, with {left} left"
+            )
+            return
+        yield data[after : after + length]
+        position = after + length
+
+
+def looks_like_chakra(head: bytes) -> bool:
+    """Whether a file's first bytes are a metadata message and, as far as there is one, a node."""
+    length, after = _varint(head, 0)
+    if not 0 < length <= len(head) - after or not _is_made_of(head[after : after + length], _METADATA_TAGS):
+        return False
+    start = after + length
+    length, after = _varint(head, start)
+    node = head[after : after + max(length, 0)]
+    return start == len(head) or (
+        length > 0 and _is_made_of(node, _NODE_TAGS, cut=after + length > len(head))
+    )
+
+
+def _is_made_of(message: bytes, tags: frozenset[int], *, cut: bool = False) -> bool:
+    """Whether a message consists of such fields and nothing else; ``cut`` where its end may be missing."""
+    position = 0
+    while position < len(message):
+        tag = message[position]
+        if tag not in tags:
+            return False
+        value, position = _varint(message, position + 1)
+        if value < 0:
+            return cut
+        if tag & 7 == 2:  # as many bytes follow
+            position += value
+    return position == len(message) or cut
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The varint at ``position`` and where it ends; -1 where it has no end."""
+    value = 0
+    for count, byte in enumerate(data[position : position + MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return value, position + count + 1
+    return -1, len(data)
+
+
+PACKAGE = "ChakraProtoMsg"
+VERSION = "1.0.0"  # of the schema
+
+
+# Chakra's messages, as protobuf's library wants them described. A file holds one GlobalMetadata and then Nodes.
+#
+# Each message of a file follows its length, a varint. Names and numbers of fields are those of MLCommons Chakra 1.0.0
+# (et_def.proto); readers skip what they do not know, so that files of 0.0.4 and later ones are read as well.
+
+
+class NodeType:
+    """What a node is."""
+
+    INVALID, METADATA, MEM_LOAD, MEM_STORE, COMP, SEND, RECEIVE, COLLECTIVE = range(8)
+
+
+COLLECTIVES = (  # by the number in a node's attribute comm_type, as torch.distributed calls them
+    "all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "reduce_scatter",
+    "reduce_scatter", "barrier",
+)  # fmt: skip
+
+_SCALARS = (
+    "double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32",
+    "sfixed64", "bool", "string", "bytes",
+)  # fmt: skip
+_NODE_TYPES = (
+    "INVALID_NODE", "METADATA_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", "COMP_NODE", "COMM_SEND_NODE",
+    "COMM_RECV_NODE", "COMM_COLL_NODE",
+)  # fmt: skip
+_METADATA = [("version", "string"), ("attr", "*AttributeProto")]
+_INPUTS_OR_OUTPUTS = [("values", "string"), ("shapes", "string"), ("types", "string")]
+_NODE = [
+    ("id", "uint64"), ("name", "string"), ("type", "NodeType"), ("ctrl_deps", "*uint64"), ("data_deps", "*uint64"),
+    ("start_time_micros", "uint64"), ("duration_micros", "uint64"), ("inputs", "IOInfo"), ("outputs", "IOInfo"),
+    ("attr", "*AttributeProto"),
+]  # fmt: skip
+
+
+def node_class() -> Any:
+    """The class of nodes. Raises UserError where protobuf's library is not installed."""
+    return _classes()[0]
+
+
+def metadata_class() -> Any:
+    """The class of what a file says of itself. Raises UserError where protobuf's library is not installed."""
+    return _classes()[1]
+
+
+@cache
+def _classes() -> tuple[Any, Any]:
+    try:
+        from google.protobuf import (  # type: ignore[import-untyped]
+            descriptor_pb2,
+            descriptor_pool,
+            message_factory,
+        )
+    except ImportError:
+        raise UserError(
+            "a Chakra trace needs protobuf, which is not installed",
+            fix=f"Run: {how_to_install('traces')}.",
+        ) from None
+    pool = (
+        descriptor_pool.DescriptorPool()
+    )  # our own: other tools' descriptions of Chakra may be loaded as well
+    pool.Add(_describe(descriptor_pb2.FileDescriptorProto()))
+    node, metadata = (
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        for name in ("Node", "GlobalMetadata")
+    )
+    return node, metadata
+
+
+def _describe(file: Any) -> Any:
+    file.name, file.package, file.syntax = "headway/chakra.proto", PACKAGE, "proto3"
+    types = file.enum_type.add(name="NodeType")
+    for number, name in enumerate(_NODE_TYPES):
+        types.value.add(name=name, number=number)
+    attribute = _message(file, "AttributeProto", [("name", "string"), ("doc_string", "string")])
+    attribute.oneof_decl.add(name="value")
+    for index, kind in enumerate(_SCALARS):
+        many = f"{kind.capitalize()}List"
+        _message(file, many, [("values", f"*{kind}")])
+        _field(attribute, f"{kind}_val", 3 + 2 * index, kind).oneof_index = 0
+        _field(attribute, f"{kind}_list", 4 + 2 * index, many).oneof_index = 0
+    _message(file, "GlobalMetadata", _METADATA)
+    _message(file, "IOInfo", _INPUTS_OR_OUTPUTS)
+    _message(file, "Node", _NODE)
+    return file
+
+
+def _message(file: Any, name: str, fields: Sequence[tuple[str, str]]) -> Any:
+    """Add a message whose fields are numbered from 1; ``*`` before a kind stands for repeated."""
+    message = file.message_type.add(name=name)
+    for number, (field, kind) in enumerate(fields, 1):
+        _field(message, field, number, kind)
+    return message
+
+
+def _field(message: Any, name: str, number: int, kind: str) -> Any:
+    """Add a field; ``kind`` is a scalar's name, or that of a message or enum of the package."""
+    field = message.field.add(name=name, number=number)
+    field.label = field.LABEL_REPEATED if kind.startswith("*") else field.LABEL_OPTIONAL
+    kind = kind.lstrip("*")
+    if kind in _SCALARS:
+        field.type = getattr(field, f"TYPE_{kind.upper()}")
+    else:
+        field.type = field.TYPE_ENUM if kind == "NodeType" else field.TYPE_MESSAGE
+        field.type_name = f".{PACKAGE}.{kind}"
+    return field
+
 
 LONGEST_US = 2**61 // 1000  # so that an end can be counted in nanoseconds, too
 INPUTS_OF = ("c10d::", "gloo:", "## process_group:init ##")  # nodes whose inputs are kept

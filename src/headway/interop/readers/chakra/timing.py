@@ -2,17 +2,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from headway.arrays import Ints
+from headway.arrays import Ints, Texts
 from headway.interop.readers.chakra.communication import Communication
-from headway.interop.readers.chakra.document import LONGEST_US, Nodes
-from headway.interop.readers.chakra.layout import EndlessError, Layout, lay_out
-from headway.interop.readers.chakra.schema import NodeType
+from headway.interop.readers.chakra.document import LONGEST_US, Nodes, NodeType
 from headway.interop.readers.foreign import Document, damaged
+from headway.interop.readers.torch_json import ints, whole
+from headway.trace.events import Events, Kind, Stream, texts
+
+LONGEST_NS = 2**62
+
+
+# When nodes run that state no times: as soon as what they depend on has ended and their queue is free.
+#
+# The host computes one node at a time, each stream of a device one, and each process group carries one collective; of
+# those that could run, a queue takes the one with the lowest id, as ASTRA-sim does. What has no queue runs at once.
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """When each node started, and when everything that it depends on had ended; -1 for what can never start."""
+
+    start_ns: Ints
+    ready_ns: Ints
+
+    @property
+    def stuck(self) -> int:
+        """How many nodes wait for themselves."""
+        return int((self.start_ns < 0).sum())
+
+
+class EndlessError(ValueError):
+    """Everything together takes longer than can be counted."""
+
+
+def lay_out(
+    depends_on: Sequence[Sequence[int]],
+    duration_ns: Sequence[int],
+    queue: Sequence[Hashable],
+    number: Sequence[int],
+) -> Layout:
+    """Run the nodes. ``depends_on`` has indices, ``queue`` None for what never queues, ``number`` orders a queue.
+
+    Raises EndlessError where times outgrow 64 bits.
+    """
+    count = len(duration_ns)
+    after: list[list[int]] = [[] for _ in range(count)]
+    pending = np.zeros(count, dtype=np.int64).tolist()
+    for node, needs in enumerate(depends_on):
+        for need in set(needs):
+            after[need].append(node)
+            pending[node] += 1
+    start, ready = [-1] * count, [-1] * count
+    waiting: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+    busy: set[Hashable] = set()
+    ends: list[tuple[int, int]] = []  # a heap of when running nodes end
+    now = 0
+
+    def run(node: int) -> None:
+        start[node] = now
+        heapq.heappush(ends, (now + duration_ns[node], node))
+
+    def offer(node: int) -> None:
+        ready[node] = now
+        if queue[node] is None:
+            run(node)
+        else:
+            heapq.heappush(waiting[queue[node]], (number[node], node))
+
+    for node in range(count):
+        if not pending[node]:
+            offer(node)
+    touched = set(waiting)
+    while True:
+        for free in touched:
+            if free not in busy and waiting[free]:
+                busy.add(free)
+                run(heapq.heappop(waiting[free])[1])
+        if not ends:
+            break
+        now = ends[0][0]
+        if now > LONGEST_NS:
+            raise EndlessError
+        touched = set()
+        while ends and ends[0][0] == now:
+            _, node = heapq.heappop(ends)
+            busy.discard(queue[node])
+            touched.add(queue[node])
+            for child in after[node]:
+                pending[child] -= 1
+                if not pending[child]:
+                    offer(child)
+                    touched.add(queue[child])
+        touched.discard(None)
+    return Layout(np.array(start, dtype=np.int64), np.array(ready, dtype=np.int64))
+
+
+_MARK = re.compile(r"^ProfilerStep\s?#\s?(\d{1,15})$")
+LEAST_PERIOD = 2  # computations that make a step, where nothing marks steps
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Windows of time in order, one a step. ``notes`` say where they come from, if nothing marks them.
+
+    A device lags behind its host: ``begun_ns`` is when the host began the steps, where that is another moment.
+    """
+
+    number: Ints
+    start_ns: Ints
+    end_ns: Ints
+    notes: tuple[str, ...] = ()
+    begun_ns: Ints | None = None
+
+    def of(self, moments: Ints) -> npt.NDArray[np.intp]:
+        """The index of the step in which each moment lies, or of the one before; -1 before all of them."""
+        found: npt.NDArray[np.intp] = np.searchsorted(self.start_ns, moments, side="right") - 1
+        return found
+
+    def of_causes(self, ends: Ints) -> npt.NDArray[np.intp]:
+        """The index of the step that caused what was asked for at each of ``ends``: the end of a step is part of it."""
+        begun_ns = self.start_ns if self.begun_ns is None else self.begun_ns
+        before, until = (np.searchsorted(begun_ns, ends, side=side) - 1 for side in ("left", "right"))
+        found: npt.NDArray[np.intp] = np.maximum(before, np.minimum(until, 0))
+        return found
+
+    def events(self) -> Events:
+        """STEP events."""
+        return Events.from_columns(
+            kind=Kind.STEP, stream=Stream.COMPUTE, name=texts([f"step {number}" for number in self.number.tolist()]),
+            step=self.number, start_ns=self.start_ns, duration_ns=self.end_ns - self.start_ns,
+        )  # fmt: skip
+
+
+def stated(windows: object) -> Steps | None:
+    """Steps from the number, start and end in microseconds of each, one after the other, as Headway writes them."""
+    if not isinstance(windows, list) or not windows or len(windows) % 3:
+        return None
+    rows = [
+        tuple(whole(value, 2**62 // 1000) for value in windows[at : at + 3])
+        for at in range(0, len(windows), 3)
+    ]
+    ordered = all(before[2] <= after[1] and before[0] < after[0] for before, after in pairwise(rows))
+    if not ordered or any(min(row) < 0 or row[1] >= row[2] for row in rows):
+        return None
+    number, start_us, end_us = (ints(column) for column in zip(*rows, strict=True))
+    return Steps(number, start_us * 1000, end_us * 1000)
+
+
+def marked(name: Texts, start_ns: Ints, end_ns: int) -> Steps | None:
+    """The steps that ``profiler.step()`` marked: each lasts until the next begins. ``end_ns`` ends the last."""
+    marks = {
+        int(match[1]): int(start_ns[index])
+        for index, text in reversed(list(enumerate(name.tolist())))
+        if text.startswith("ProfilerStep") and (match := _MARK.match(text))
+    }
+    rows = sorted((start, number) for number, start in marks.items())
+    starts = [start for start, _ in rows]
+    if not starts or len(set(starts)) < len(starts) or starts[-1] >= end_ns:
+        return None
+    return Steps(ints([number for _, number in rows]), ints(starts), ints([*starts[1:], end_ns]))
+
+
+def repeated(name: Sequence[str], start_ns: Ints, first_ns: int, end_ns: int) -> Steps:
+    """Steps where the computations ``name``, in order of their start, repeat; one step where they do not."""
+    known: dict[str, int] = {}
+    codes = ints([known.setdefault(one, len(known)) for one in name])
+    count = len(codes)
+    period = next(
+        (p for p in _divisors(count) if p >= LEAST_PERIOD and np.array_equal(codes[p:], codes[: count - p])),
+        count,
+    )
+    starts = start_ns[::period].copy() if count else ints([first_ns])
+    starts[0] = first_ns
+    if period == count or (np.diff(starts) <= 0).any() or starts[-1] >= end_ns:
+        note = "Nothing marks steps, and nothing repeats: everything is taken for one step."
+        return Steps(ints([0]), ints([first_ns]), ints([end_ns]), (note,))
+    note = (
+        f"Nothing marks steps: computation repeats {len(starts)} times, and each time is taken for one step."
+    )
+    return Steps(np.arange(len(starts), dtype=np.int64), starts, np.append(starts[1:], end_ns), (note,))
+
+
+def _divisors(count: int) -> list[int]:
+    small = [one for one in range(1, int(count**0.5) + 1) if count % one == 0]
+    return sorted({*small, *(count // one for one in small)})
+
 
 _COMPUTES = (NodeType.COMP, NodeType.SEND, NodeType.RECEIVE, NodeType.COLLECTIVE)
 

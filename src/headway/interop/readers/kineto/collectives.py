@@ -16,8 +16,7 @@ import numpy.typing as npt
 from headway import intervals
 from headway.arrays import Indices, Ints, Texts
 from headway.interop.readers.kineto.companions import Known, Row
-from headway.interop.readers.kineto.document import KinetoDocument
-from headway.interop.readers.kineto.entries import Arguments
+from headway.interop.readers.kineto.document import Arguments, KinetoDocument
 from headway.interop.readers.kineto.steps import Steps
 from headway.interop.readers.torch_json import item_bytes, plain_name
 from headway.trace.events import Events, Kind, Stream, texts

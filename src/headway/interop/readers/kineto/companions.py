@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.arrays import Ints
-from headway.interop.readers.executed import ExecutedCommunication
+from headway.interop.readers.execution_trace import ExecutedCommunication
 from headway.interop.readers.flight_recorder import Recorded
 from headway.interop.readers.foreign import Companion
 from headway.interop.readers.torch_json import ranks_of

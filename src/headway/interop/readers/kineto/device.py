@@ -1,7 +1,4 @@
-"""A rank whose computation runs on a device: its time is the kernels', not the host's.
-
-A kernel belongs to the step, and to forward, backward or optimizer, in which it was launched.
-"""
+"""A rank of a Kineto document: its time is its device's kernels', or its host's main thread's."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import numpy.typing as npt
 
 from headway import intervals
 from headway.arrays import Flags, Indices, Ints, Texts
-from headway.interop.readers.kineto import phases
 from headway.interop.readers.kineto.collectives import (
     Asked,
     Backward,
@@ -18,18 +14,102 @@ from headway.interop.readers.kineto.collectives import (
     bucket_numbers,
     collective_events,
     device_collectives,
+    host_collectives,
     is_communication,
 )
 from headway.interop.readers.kineto.companions import Known
 from headway.interop.readers.kineto.document import DEVICE, LAUNCHES, KinetoDocument
-from headway.interop.readers.kineto.steps import Steps
+from headway.interop.readers.kineto.steps import (
+    BACKWARD,
+    INPUT,
+    OPTIMIZER,
+    Steps,
+    input_spans,
+    named,
+    of_moments,
+)
 from headway.trace.events import Events, Idle, Kind, Stream, texts
+
+
+def host_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:
+    """The events of a rank without a device; and what has to be said of them."""
+    operators = document.of_category("cpu_op", "Operator")
+    operators = operators[document.threads(operators) == steps.main_thread]
+    operators = operators[
+        ~document.called(operators, lambda name: name.startswith(("c10d::", "gloo:", "record_")))
+    ]
+    computing = _outermost(document, operators)
+    backward, optimizer, reading = (
+        own[document.threads(own) == steps.main_thread]
+        for own in (named(document, name) for name in (BACKWARD, OPTIMIZER, INPUT))
+    )
+    found = host_collectives(document, known)
+    step = steps.of(document.start_ns[found.index])
+    inside = step >= 0
+    in_backward = intervals.union(document.start_ns[backward], document.end_ns[backward])
+    asked_ns = document.start_ns[found.asked]
+    phase = np.where(intervals.inside(in_backward, asked_ns), Kind.BACKWARD, Kind.FORWARD).astype(object)
+    parts = [steps.rows(np.arange(len(steps.number)), steps.start_ns, steps.end_ns)]
+    covered = np.concatenate([backward, optimizer, reading])
+    held = intervals.union(document.start_ns[covered], document.end_ns[covered])
+    forward = computing[~intervals.inside(held, document.start_ns[computing])]
+    parts += [
+        _rows(document, own, kind, steps)
+        for own, kind in (
+            (forward, Kind.FORWARD),
+            (_outermost(document, np.sort(backward)), Kind.BACKWARD),
+            (optimizer, Kind.OPTIMIZER),
+            (reading, Kind.INPUT),
+        )
+    ]
+    found_inside, step = found.where(inside), step[inside]
+    bucket = bucket_numbers(document, found_inside, step, phase[inside])
+    parts.append(collective_events(document, found_inside, steps, step, bucket))
+    busy = intervals.join(held, intervals.union(document.start_ns[computing], document.end_ns[computing]))
+    parts.append(_waits(document, found.index, busy, steps))
+    return Events.concatenated(parts), found.notes()
+
+
+def _rows(document: KinetoDocument, own: Indices, kind: str, steps: Steps) -> Events:
+    step = steps.of(document.start_ns[own])
+    own, step = own[step >= 0], step[step >= 0]
+    return Events.from_columns(
+        kind=kind, stream=Stream.COMPUTE, name=document.name[own], step=steps.number[step],
+        start_ns=document.start_ns[own], duration_ns=document.duration_ns[own],
+    )  # fmt: skip
+
+
+def _waits(document: KinetoDocument, communication: Indices, busy: intervals.Spans, steps: Steps) -> Events:
+    """Communication under which the main thread does nothing, inside of steps."""
+    spans = intervals.union(document.start_ns[communication], document.end_ns[communication])
+    idle = intervals.subtract(spans, busy)
+    windows = intervals.union(steps.start_ns, steps.end_ns)
+    idle = intervals.intersect(idle, windows)
+    return Events.from_columns(
+        kind=Kind.WAIT, stream=Stream.COMPUTE, name="communication", step=steps.number[steps.of(idle[:, 0])],
+        start_ns=idle[:, 0], duration_ns=idle[:, 1] - idle[:, 0],
+    )  # fmt: skip
+
+
+def _outermost(document: KinetoDocument, indices: Indices) -> Indices:
+    """Those events of one thread, in order of their start, that lie in no other of them."""
+    if not len(indices):
+        return indices
+    reach = np.maximum.accumulate(document.end_ns[indices])
+    first: Indices = indices[np.concatenate([[True], document.start_ns[indices[1:]] >= reach[:-1]])]
+    return first
+
 
 LOST, LEAST_LAUNCHES = 0.1, 10  # of a step's launches, without kernels: it is not whole
 _OVERLAP_NS = 2_000  # by which kernels of one stream may overlap, as clocks are read
 _LEAST_IDLE_NS = 5_000  # what lies between kernels that were queued is no idleness
 _BLOCKING = ("Synchronize", "StreamWaitValue")
 _COPIES = ("cudaMemcpy", "hipMemcpy")  # without Async they return when the copy is done
+
+
+# A rank whose computation runs on a device: its time is the kernels', not the host's.
+#
+# A kernel belongs to the step, and to forward, backward or optimizer, in which it was launched.
 
 
 def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:
@@ -40,7 +120,7 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     inside = step >= 0  # what was launched before the first step belongs to none
     asked = Asked(document)
     communicating = is_communication(document, kernels, launches, asked)
-    phase = phases.of_moments(document, launches)
+    phase = of_moments(document, launches)
     stretch_of, start_ns, end_ns = _stretches(document, kernels, step, inside, communicating)
     computing = inside & ~communicating
     own = kernels[computing]
@@ -67,7 +147,7 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     parts.append(_gradients_ready(document, found, own, launches[computing], bucket, steps.number[in_step]))
     exposed = _exposed(document, kernels[communicating], busy)
     parts.append(_spans(Kind.WAIT, exposed, steps.number[stretch_of], start_ns, end_ns))
-    reading = intervals.subtract(phases.input_spans(document), intervals.join(busy, exposed))
+    reading = intervals.subtract(input_spans(document), intervals.join(busy, exposed))
     parts.append(_spans(Kind.INPUT, reading, steps.number[stretch_of], start_ns, end_ns))
     whole = intervals.union(start_ns, end_ns)
     gaps = intervals.subtract(whole, intervals.join(busy, exposed, reading))

@@ -10,12 +10,10 @@ from pathlib import PurePath
 from headway.arrays import Indices
 from headway.errors import TraceError
 from headway.interop.readers.foreign import Companion, Document, ForeignRank, Reading
-from headway.interop.readers.kineto import phases
+from headway.interop.readers.kineto import steps
 from headway.interop.readers.kineto.companions import Known
-from headway.interop.readers.kineto.device import device_events
-from headway.interop.readers.kineto.document import DEVICE, KinetoDocument, no_collections, parse
-from headway.interop.readers.kineto.entries import Head
-from headway.interop.readers.kineto.host import host_events
+from headway.interop.readers.kineto.device import device_events, host_events
+from headway.interop.readers.kineto.document import DEVICE, Head, KinetoDocument, no_collections, parse
 from headway.interop.readers.kineto.steps import steps_of
 from headway.interop.readers.ranks import rank_in_name
 
@@ -67,7 +65,7 @@ def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
 
 def _pids(found: KinetoDocument) -> set[str]:
     """The processes whose steps are marked, or whose operators are there."""
-    marks = phases.named(found, "ProfilerStep")
+    marks = steps.named(found, "ProfilerStep")
     marks = marks if len(marks) else found.of_category("cpu_op", "Operator")
     pids = (entry.pid for entry in found.entries[marks].tolist())
     return {str(pid)[:100] for pid in {pid if isinstance(pid, (str, int)) else str(pid) for pid in pids}}

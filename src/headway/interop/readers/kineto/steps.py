@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.arrays import Ints
-from headway.interop.readers.kineto.document import KinetoDocument
+from headway import intervals
+from headway.arrays import Indices, Ints, Texts
+from headway.interop.readers.kineto.document import OPERATIONS, KinetoDocument
 from headway.trace.events import Events, Kind, Stream
 
 _STEP = re.compile(r"^ProfilerStep\s?#\s?(\d{1,15})$")
@@ -69,3 +70,38 @@ def _busiest(document: KinetoDocument) -> int:
     operators = document.of_category("cpu_op", "Operator")
     threads, counts = np.unique(document.threads(operators), return_counts=True)
     return int(threads[np.argmax(counts)]) if len(threads) else -1
+
+
+BACKWARD = "autograd::engine::evaluate_function"
+OPTIMIZER = "Optimizer.step"
+INPUT = "enumerate(DataLoader)"
+
+
+def named(document: KinetoDocument, prefix: str) -> Indices:
+    """The operators and annotations whose names begin with ``prefix``."""
+    operations = document.of_category(*OPERATIONS)
+    return operations[document.called(operations, lambda name: name.startswith(prefix))]
+
+
+def of_moments(document: KinetoDocument, launches: Indices) -> Texts:
+    """FORWARD, BACKWARD or OPTIMIZER for each launch, by what encloses it on its thread; -1 is FORWARD."""
+    found = np.full(len(launches), Kind.FORWARD, dtype=object)
+    known = launches >= 0
+    threads = document.threads(launches)
+    starts_ns = document.start_ns[launches]
+    for kind, spans in (
+        (Kind.BACKWARD, named(document, BACKWARD)),
+        (Kind.OPTIMIZER, named(document, OPTIMIZER)),
+    ):
+        span_threads = document.threads(spans)
+        for thread in np.unique(span_threads).tolist():
+            own = spans[span_threads == thread]
+            covered = intervals.union(document.start_ns[own], document.end_ns[own])
+            found[known & (threads == thread) & intervals.inside(covered, starts_ns)] = kind
+    return found
+
+
+def input_spans(document: KinetoDocument) -> intervals.Spans:
+    """When the loop waited for its data loader."""
+    reading = named(document, INPUT)
+    return intervals.union(document.start_ns[reading], document.end_ns[reading])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.graph.step_profile import StepProfile
-from headway.graph.update_cost import UpdateCost
+from headway.graph.step_layout import StepProfile, UpdateCost
 from headway.model import ModelSpec
 from headway.strategies.adaptive.tuning.watch import Period
 

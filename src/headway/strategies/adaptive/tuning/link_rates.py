@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from headway.cluster import Cluster
-from headway.collectives.hosts import Hosts
-from headway.network.link_rates import link_rates
+from headway.collectives.hierarchical import Hosts
+from headway.network.fit import link_rates
 from headway.strategies.adaptive.tuning.agreement import Agreement
 from headway.strategies.decoupled.transport import BucketTransport
 from headway.strategies.live.channels.communication import Job

@@ -16,7 +16,7 @@ from headway.collectives.algorithms import (
     RING,
     Algorithm,
 )
-from headway.collectives.hosts import Hosts
+from headway.collectives.hierarchical import Hosts
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import seconds_alone
 from headway.strategies.adaptive.tuning.agreement import Agreement

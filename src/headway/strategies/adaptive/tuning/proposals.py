@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.cluster import Cluster
 from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
+from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, GatherMode

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from headway.errors import UnsupportedError, one_line
-from headway.graph.update_cost import update_cost
+from headway.graph.step_layout import update_cost
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
 from headway.strategies.adaptive.tuning import links

@@ -23,7 +23,7 @@ from headway.model import ModelSpec
 from headway.strategies.adaptive.tuning.notice import Notice, WaitObserver
 from headway.strategies.decoupled.engine import Engine
 from headway.strategies.live.channels.observer import Collective
-from headway.torch_private.step_hooks import after_every_step, before_every_step
+from headway.torch_private.optimizers import after_every_step, before_every_step
 
 
 @dataclass(slots=True)

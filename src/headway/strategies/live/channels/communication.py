@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.collectives import executor, transfers
+from headway.collectives import executor, live
 from headway.collectives.algorithms import RING
-from headway.collectives.transfers import Transfer
+from headway.collectives.live import Transfer
 from headway.errors import CommunicationError, HeadwayError, InternalError, UnsupportedError, one_line
 from headway.plugins import PluginFaultError
 from headway.strategies.live.channels.observer import THREAD_NAME, Collective, observer
@@ -361,4 +361,4 @@ def _is_communication(error: BaseException) -> bool:
 
 def _messages() -> AbstractContextManager[Sequence[Transfer]]:
     """Collect the messages of what is run inside the block, where they are wanted."""
-    return transfers.collected() if observer().wants_transfers else nullcontext(())
+    return live.collected() if observer().wants_transfers else nullcontext(())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headway.collectives.transfers import Transfer
+from headway.collectives.live import Transfer
 
 THREAD_NAME = "headway-communication"  # of threads whose collectives are told to the observer
 

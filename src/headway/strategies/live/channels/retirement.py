@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
-from headway.torch_private.step_hooks import after_every_step
+from headway.torch_private.optimizers import after_every_step
 
 FIRST_LOOK_S, LONGEST_PAUSE_S = 0.5, 60.0
 

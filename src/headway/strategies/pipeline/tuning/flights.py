@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from headway.scheduling.pipeline.messages import Message
+from headway.scheduling.pipeline.program import Message
 from headway.strategies.pipeline.tuning.observed import ObservedStep
 
 Way = tuple[int, int]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headway.scheduling.pipeline.messages import Message
-from headway.scheduling.pipeline.program import Post, Send, program_of
+from headway.scheduling.pipeline.program import Message, Post, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, PipelineSchedule
 
 

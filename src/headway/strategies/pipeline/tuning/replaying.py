@@ -13,7 +13,7 @@ from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Part
 from headway.job import Job
-from headway.scheduling.pipeline.messages import Message
+from headway.scheduling.pipeline.program import Message
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.pipeline.layout import PipelineLayout

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
-from headway.scheduling.pipeline.messages import Message
+from headway.scheduling.pipeline.program import Message
 from headway.scheduling.pipeline.schedule import Action
 from headway.strategies.pipeline.tuning.observed import RankStep, Span
 

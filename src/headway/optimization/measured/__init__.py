@@ -1,1 +1,0 @@
-"""Plans that are told apart by short runs, where predictions cannot."""
