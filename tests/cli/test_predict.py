@@ -56,6 +56,20 @@ def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(said["breakdown_ms"]["0"].values()) == pytest.approx(said["step_ms"])
 
 
+def test_strategies_with_lists_and_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [
+        "ddp:bucket_caps_mb=[1,25,25]",
+        "ddp:bucket_cap_mb=5|100",
+        "pipeline:stages=2,split_points=[features.17]",
+    ]
+    options = ["--workers", "2", "--json"]
+    for text in named:
+        options += ["--strategy", text]
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, *options]) == 0
+    said = [each["strategy"] for each in json.loads(capsys.readouterr().out)["predictions"]]
+    assert said == [named[0], "ddp:bucket_cap_mb=5", "ddp:bucket_cap_mb=100", named[2]]
+
+
 def test_the_table_says_what_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predict", "resnet50", "--cluster", CLUSTER, "--workers", "1,8", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["predictions"]
@@ -94,6 +108,9 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["vgg16", "--cluster", CLUSTER, "--optimizer", "magic"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "magic"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_cap_mb=1,bucket_cap_mb=2"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_caps_mb=1,25"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_caps_mb=[1,25"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_cap_mb_list=[1,25]"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "scaling.docx"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "no/such/folder/scaling.png"],
         ["no_such_module:f", "--cluster", CLUSTER],
