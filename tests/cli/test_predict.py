@@ -70,6 +70,18 @@ def test_strategies_with_lists_and_alternatives(capsys: pytest.CaptureFixture[st
     assert said == [named[0], "ddp:bucket_cap_mb=5", "ddp:bucket_cap_mb=100", named[2]]
 
 
+def test_an_option_that_nccl_ignores_gains_nothing_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    ignored = "decoupled:reduce_scatter=hierarchical,wire={dtype: bfloat16}"
+    options = ["--workers", "8", "--strategy", "decoupled", "--strategy", ignored]
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, *options, "--json"]) == 0
+    plain, chosen = json.loads(capsys.readouterr().out)["predictions"]
+    assert chosen["step_ms"] == plain["step_ms"]
+    assert plain["ignored"] == []
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, *options]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
+    assert notes == [f"Note: {ignored}: {each}." for each in chosen["ignored"]]
+
+
 def test_the_table_says_what_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predict", "resnet50", "--cluster", CLUSTER, "--workers", "1,8", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["predictions"]

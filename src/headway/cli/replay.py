@@ -76,6 +76,7 @@ def replay(
     from headway.replayer.as_trace import replayed_trace
     from headway.replayer.fidelity import is_reproduced
     from headway.replayer.replayer import Replayer
+    from headway.strategies.registry import carried_out_by
 
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)
@@ -94,7 +95,11 @@ def replay(
             else None
         )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
-    notes = (*replayer.notes, *_assumed_links(replayer.cluster, result.graph.cluster))
+    notes = (
+        *replayer.notes,
+        *_assumed_links(replayer.cluster, result.graph.cluster),
+        *carried_out_by(result.strategy, result.graph.cluster.library)[1],
+    )
     recorded_ms, expected, graph = replayer.recorded_step_ms, replayer.expect(result), result.graph
     error = base.step_ms / recorded_ms - 1
     throughput = _throughput(expected.speedup, graph.world_size, loaded.world_size)

@@ -30,7 +30,7 @@ from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import OperationGraph
 from headway.strategies.base import Strategy, decided, fits
-from headway.strategies.registry import plugin_of
+from headway.strategies.registry import carried_out_by, plugin_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +151,8 @@ class Simulator:
         cluster, computation = job.on, job.steps
         check_dimension(job, strategy)
         check_members_stay(job, strategy)
+        with asking("strategy", strategy):
+            strategy, _ = carried_out_by(strategy, cluster.library)
         schedule = decided(strategy, job)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)

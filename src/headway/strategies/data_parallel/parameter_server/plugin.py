@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
 
+ON_CPUS = "headway run has parameter servers for parameters on the CPU, and refuses them where NCCL is used"
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 PIECES_OF_UNEQUAL = (4, 16)
 
@@ -68,6 +69,11 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
                 if cap / pieces >= LEAST_PIECE_MB
             ]
         return Proposal.within(tuple(proposed), bound_of(job, "all-reduce"))
+
+    def carried_out_by(
+        self, strategy: ParameterServerStrategy, library: str
+    ) -> tuple[ParameterServerStrategy, Sequence[str]]:
+        return strategy, (ON_CPUS,) if library == NCCL else ()
 
     def explain(self, before: Strategy, after: ParameterServerStrategy) -> Sequence[str]:
         had = before.serving if isinstance(before, ParameterServerStrategy) else EVENLY
