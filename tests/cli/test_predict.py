@@ -70,6 +70,19 @@ def test_strategies_with_lists_and_alternatives(capsys: pytest.CaptureFixture[st
     assert said == [named[0], "ddp:bucket_cap_mb=5", "ddp:bucket_cap_mb=100", named[2]]
 
 
+def test_servers_on_hosts_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ["ddp", *(f"parameter_server:channels=8,servers={servers}" for servers in (0, 2, 4))]
+    options = [word for each in named for word in ("--strategy", each)]
+    asked = ["predict", "vgg16", "--cluster", "gloo-10gbe", "--device", "v100", "--workers", "4", *options]
+    assert run([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["predictions"]
+    steps_ms = [each["step_ms"] for each in found]
+    assert steps_ms[1:] == sorted(steps_ms[1:], reverse=True), "the more servers, the faster"
+    assert all("predicted alone" in " ".join(each["ignored"]) for each in found[1:])
+    assert run([*asked[:-1], "parameter_server:servers=1,pieces=2"]) == 2
+    assert "servers excludes shares and pieces" in capsys.readouterr().err
+
+
 def test_an_option_that_nccl_ignores_gains_nothing_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     ignored = "decoupled:reduce_scatter=hierarchical,wire={dtype: bfloat16}"
     options = ["--workers", "8", "--strategy", "decoupled", "--strategy", ignored]

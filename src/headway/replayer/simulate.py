@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from headway.cluster import Cluster
 from headway.collectives.resources import ClusterResources
+from headway.collectives.servers import EVENLY
 from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.disturbance import play_disturbed
@@ -154,6 +155,8 @@ class Simulator:
         with asking("strategy", strategy):
             strategy, _ = carried_out_by(strategy, cluster.library)
         schedule = decided(strategy, job)
+        serving = schedule.serving if isinstance(schedule, BucketSchedule) else EVENLY
+        cluster = cluster.with_server_hosts(serving.hosts or 0)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
         alike = (
@@ -162,7 +165,8 @@ class Simulator:
             and not job.incidents.slow_share
             and may_fold(known)
             and isinstance(schedule, BucketSchedule)
-            and not schedule.serving.shares  # which differ from rank to rank
+            and not serving.shares  # which differ from rank to rank
+            and serving.hosts is None
             and schedule.algorithms.repeat
         )
         period = period_of(cluster, draws * len(known)) if alike else cluster.world_size
