@@ -71,7 +71,7 @@ def test_strategies_with_lists_and_alternatives(capsys: pytest.CaptureFixture[st
 
 
 def test_servers_on_hosts_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    named = ["ddp", *(f"parameter_server:channels=8,servers={servers}" for servers in (0, 2, 4))]
+    named = ["ddp", *(f"parameter_server:servers={servers}" for servers in (0, 2, 4))]
     options = [word for each in named for word in ("--strategy", each)]
     asked = ["predict", "vgg16", "--cluster", "gloo-10gbe", "--device", "v100", "--workers", "4", *options]
     assert run([*asked, "--json"]) == 0

@@ -237,11 +237,12 @@ class ClusterResources:
         return len(self._up_gbps) + index
 
     def link(
-        self, machine: int, way: int, size_bytes: int, cost: AlgorithmCost, connection: int
+        self, machine: int, way: int, size_bytes: int, cost: AlgorithmCost, stage: int
     ) -> tuple[int, int]:
         """What a host, with or without workers, sends (``way`` 0) or receives (1): how long it takes (ns), as a route.
 
-        Raises OverflowError where it takes longer than can be counted.
+        What it sends in a ``stage`` follows what it has sent in it before, and so does what it receives. Raises
+        OverflowError where it takes longer than can be counted.
         """
         server = machine - len(self._up_gbps)
         if server < 0:
@@ -252,8 +253,8 @@ class ClusterResources:
         duration_ns = round(size_bytes * 8 / gbps)
         if duration_ns >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
-        # Connections are counted from below, as those of ranks are from 0 up.
-        queue = 0 if self.cluster.sharing == "queued" else -1 - connection
+        # Stages are counted from below, as connections of ranks are from 0 up.
+        queue = 0 if self.cluster.sharing == "queued" else -1 - stage
         latency_ns = round((self.cluster.latency_us + cost.at(size_bytes).message_us) * 1e3)
         asked = gbps / self._most_gbps
         return duration_ns, self.routes.number(

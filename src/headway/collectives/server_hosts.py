@@ -6,7 +6,8 @@ with workers ``(n - k) / d``, where ``d = n^2 + k n - 2 k``. So every link carri
 ``2 n (n - 1) / d`` times as long as a link needs for it: as in a ring without such hosts, and once with ``n`` of them.
 
 A tensor is cut into pieces: while the sums of one are pulled, the next is pushed. Each link carries what its machine
-has to send and to receive of a piece, at its rate. That is for predictions alone: no live program does it.
+has to send and to receive of a piece, at its rate; pushes follow each other, of all tensors, and so do pulls. That is
+for predictions alone: no live program does it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def expand_served(
                 for way in range(2):  # from the machine, and to it
                     bytes_ = round(sent[stage ^ way] * piece_bytes)
                     if bytes_:
-                        route = resources.link(machine.number, way, bytes_, cost, 2 * connection + stage)
+                        route = resources.link(machine.number, way, bytes_, cost, stage)
                         parts.append(builder.routed(*route, [moved]))
             moved = builder.operation(after=parts)
             if not stage:

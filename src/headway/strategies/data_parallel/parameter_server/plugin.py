@@ -47,10 +47,12 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
     def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
-        """As many as each key has pieces."""
-        if schedule.serving.hosts is None:
+        """As many as each key has pieces; where hosts serve, each takes some operations of each."""
+        servers = schedule.serving.hosts
+        if servers is None:
             return len(schedule.buckets) * schedule.serving.pieces
-        return sum(pieces_of(bucket.size_bytes) for bucket in schedule.buckets)
+        pieces = sum(pieces_of(bucket.size_bytes) for bucket in schedule.buckets)
+        return -(-pieces * 3 * (world_size + servers) // world_size**2)
 
     def propose(self, job: Job) -> Proposal:
         """Keys of a few sizes, where a probe has measured servers; where links are unequal with unequal shares too.
