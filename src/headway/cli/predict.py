@@ -260,7 +260,8 @@ def _print_collective(
     by = found.algorithm.replace("_", " ") + (f", {found.protocol.upper()}" if found.protocol else "")
     console = output.console()
     console.print(
-        f"{_duration(found.time_us)} for {name} of {format_bytes(found.size_bytes)} over {found.workers} workers on "
+        f"{_duration(found.time_us)} ± {_duration(found.uncertainty_us)} for {name} of "
+        f"{format_bytes(found.size_bytes)} over {found.workers} workers on "
         f"{found.hosts} host{'s' if found.hosts > 1 else ''}, by {by}: {found.tensor_gb_s:.3g} GB/s of the tensor, "
         f"{found.bus_gb_s:.3g} GB/s on the bus."
     )

@@ -18,7 +18,7 @@ from headway.prediction.workload import Workload
 from headway.replayer.memory import peak_bytes
 from headway.replayer.simulate import check_lives_through, simulate
 from headway.replayer.size import times_in_range
-from headway.replayer.uncertainty import unfitted
+from headway.replayer.uncertainty import UNMEASURED, unfitted
 from headway.replayer.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
@@ -26,7 +26,6 @@ from headway.strategies.registry import carried_out_by, plugin_of
 
 CHANCE_STEPS = 40  # that are played where some are slow by chance
 
-UNMEASURED = 0.25  # of exposed communication: how far links of data sheets are off
 UNLIKE = 0.03  # of computation: by how much the slowest of real workers takes longer than the mean
 
 

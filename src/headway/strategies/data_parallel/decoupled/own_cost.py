@@ -50,8 +50,12 @@ def own_cost() -> OwnCost:
     return OwnCost(forward_us, backward_us, step_us, _copy_s() * 1e6)
 
 
+class _ProbeModel(nn.Sequential):
+    """Layers of this probe, which a plan in force leaves alone without a word."""
+
+
 def _model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return _ProbeModel(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def _passes_s(model: nn.Module) -> list[float]:

@@ -126,8 +126,12 @@ class _Watch(observer.NullObserver):
         self.updates.append((start_ns, end_ns))
 
 
+class _ProbeModel(nn.Sequential):
+    """Layers of this probe, which a plan in force leaves alone without a word."""
+
+
 def _model() -> nn.Module:
-    return nn.Sequential(
+    return _ProbeModel(
         *(
             nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
             for _ in range(LAYERS)
