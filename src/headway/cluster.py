@@ -365,7 +365,7 @@ class Cluster(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cluster:
-        names = [host.name for host in (*self.hosts, *self.server_hosts)]
+        names = [*(host.name for host in self.hosts), *(host.name for host in self.server_hosts)]
         if len(set(names)) != len(names):
             raise ValueError("host names repeat; every host needs a name of its own")
         if self.world_size > MAX_WORLD_SIZE:
@@ -450,7 +450,7 @@ class Cluster(BaseModel):
     def with_server_hosts(self, count: int) -> Cluster:
         """The same with at least ``count`` hosts without workers: those that it has, and others like its first host."""
         there, like = self.server_hosts, self.hosts[0]
-        names = {host.name for host in (*self.hosts, *there)}
+        names = {host.name for host in self.hosts} | {host.name for host in there}
         new = (
             name for number in range(1, count + len(names) + 1) if (name := f"server{number}") not in names
         )

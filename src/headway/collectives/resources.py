@@ -79,10 +79,10 @@ class ClusterResources:
             burst_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.burst_bytes * 8 / gbps)
             window_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.window_bytes * 8 / gbps)
             room[way : 2 * self._hosts : 2] = np.maximum(1, np.rint(gbps / self._most_gbps * WHOLE))
-        for place, gbps in enumerate((gbps for both in self._servers for gbps in both), of_servers):
-            burst_ns[place] = round(self.cluster.burst_bytes * 8 / gbps)
-            window_ns[place] = round(self.cluster.window_bytes * 8 / gbps)
-            room[place] = max(1, round(gbps / self._most_gbps * WHOLE))
+        for place, rate in enumerate((rate for both in self._servers for rate in both), of_servers):
+            burst_ns[place] = round(self.cluster.burst_bytes * 8 / rate)
+            window_ns[place] = round(self.cluster.window_bytes * 8 / rate)
+            room[place] = max(1, round(rate / self._most_gbps * WHOLE))
         return Resources(room, burst_ns, _changes(self.cluster, room), window_ns)
 
     def builder(self) -> OperationGraphBuilder:

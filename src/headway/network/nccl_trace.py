@@ -19,6 +19,7 @@ from headway.network.nccl_tests import (
     Timing,
     architecture_of,
     best_factor,
+    is_amd,
     off,
     reaching,
 )
@@ -37,9 +38,10 @@ def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
     """
     rows = timings_of(trace, flat)
     workers = {host.workers for host in flat.hosts}
-    if len(rows) < LEAST_ROWS or len(workers) > 1:
+    device = trace.manifest.ranks[0].device
+    if len(rows) < LEAST_ROWS or len(workers) > 1 or is_amd(device):
         return flat
-    architecture = cast("Architecture", architecture_of(trace.manifest.ranks[0].device) or "hopper")
+    architecture = cast("Architecture", architecture_of(device) or "hopper")
     inside_gb_s = INSIDE_GB_S[architecture]
     fabric = Fabric(architecture, "intel", inside_gb_s, version=(2, 27), passing_gb_s=inside_gb_s)
     if len(flat.hosts) == 1:
