@@ -123,6 +123,7 @@ def test_published_rows_of_rccl_are_predicted_as_rings() -> None:
     assert cluster.nccl is None
     assert cluster.library == "nccl"
     assert accuracy.startswith("rings are off by ")
+    assert cluster.latency_us > 1, "large tensors do not tell it, and nothing is free"
     for size_bytes, time_us in rows.items():
         assert collective_time(cluster, "all-reduce", size_bytes).time_us == pytest.approx(time_us, rel=0.01)
 

@@ -309,6 +309,8 @@ def _cluster_of_rings(rows: Sequence[Timing], largest: Timing, names: str) -> tu
         if found.min() >= 0 and found[2] > 0 and off_by.mean() < far.mean():
             best, far = found, off_by
     overhead_us, latency_us, us_a_byte = map(float, best)
+    if not overhead_us + latency_us:  # large tensors do not tell it
+        latency_us = NETWORK_US
     link_gbps = 8e-3 / us_a_byte
     far_off = sorted(map(float, far))
     error = max(UNSEEN, far_off[int(COVERED * (len(far_off) - 1))])
