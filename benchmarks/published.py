@@ -1,4 +1,4 @@
-"""Published logs of nccl-tests against NCCL's own model, as predictions have it.
+"""Published logs of nccl-tests against NCCL's own model, and published training rates against predictions.
 
     python benchmarks/published.py [--quick] [--only CASE] [--json FILE]
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import published_training
 from common import parse_arguments, report
 
 from headway.collectives.nccl import Fabric, channels_of, time_us
@@ -75,7 +76,8 @@ WORDS = (
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "", [case.name for case in CASES])
+    names = [case.name for case in CASES]
+    arguments = parse_arguments(__doc__ or "", [*names, *published_training.CASES])
     logs: dict[str, list[Timing]] = {}
     for row in csv.DictReader(ROWS.read_text().splitlines()):
         source = row.pop("source")
@@ -87,7 +89,13 @@ def main() -> None:
         timing |= {name: int(row[name]) for name in ("size_bytes", "ranks", "hosts")}
         logs.setdefault(source, []).append(Timing(**timing))
     chosen = [case for case in CASES if arguments.only in (None, case.name)]
-    report("published", [_row(case, logs) for case in chosen], arguments, WORDS)
+    rows = [_row(case, logs) for case in chosen]
+    rows += [
+        published_training.training_row(case)
+        for case in published_training.CASES
+        if arguments.only in (None, case)
+    ]
+    report("published", rows, arguments, f"{WORDS} {published_training.WORDS}")
 
 
 def _row(case: Case, logs: dict[str, list[Timing]]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.ranking import best_first
 from headway.optimization.result import SearchResult
 from headway.replayer.expectation import Expectation
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 SLOW = replace(JOB, gbps=0.3)
 

@@ -12,7 +12,7 @@ from tests.answers.asked import JOB, written
 from headway.cli.main import run
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.trace.folder import load_trace
 
 

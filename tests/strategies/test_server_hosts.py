@@ -13,9 +13,9 @@ from headway.collectives.selection import Selection
 from headway.errors import PlanError, UnsupportedError
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server import runtime
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server import runtime
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 SERVED = ParameterServerStrategy(servers=4, bucket_cap_mb=0.25)
 

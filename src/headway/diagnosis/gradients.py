@@ -75,7 +75,7 @@ def communication_shape(
         if (share := _mean(ready[carrying & (rows.bucket == bucket)])) is not None
     }
     last = max(shares, key=lambda bucket: (shares[bucket], bucket), default=-1)
-    blocking = _blocking(times, rows, steps)
+    blocking = _blocking_calls(times, rows, steps)
     return CommunicationShape(
         collectives=float(counted.sum()) / steps,
         mean_bytes=float(rows.size_bytes[counted].mean()) if counted.any() else 0.0,
@@ -186,7 +186,7 @@ class _Blocking(NamedTuple):
     layers: float
 
 
-def _blocking(times: dict[int, RankTime], rows: Communications, steps: int) -> _Blocking:
+def _blocking_calls(times: dict[int, RankTime], rows: Communications, steps: int) -> _Blocking:
     total_ns = count = layers = layers_ns = waited_ns = size_bytes = 0
     of_name: dict[str, int] = {}
     for rank, time in times.items():

@@ -24,9 +24,9 @@ from headway.integrations.followable import injection_of
 from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
 from headway.plugins import asking
-from headway.strategies.data_parallel.existing_group import existing_group
-from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
+from headway.strategies.live.existing_group import existing_group
+from headway.strategies.live.module_spec import model_spec
 from headway.torch_private import backends_of, sharded_by_fully_shard
 from headway.torch_private.step_hooks import StepHook, before_every_step
 from headway.units import format_bytes

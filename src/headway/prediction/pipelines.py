@@ -15,8 +15,8 @@ from headway.prediction.workload import WARM_UP_STEPS, Workload
 from headway.replayer.simulate import Simulation, simulate
 from headway.scheduling.mesh import groups_along
 from headway.strategies.base import PIPELINE, Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.cut_job import (
     CutModel,
     LayerStep,

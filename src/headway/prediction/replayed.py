@@ -40,7 +40,7 @@ class Prediction:
     computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
     ``ignored`` says what of the strategy the cluster's library ignores or refuses. ``changes_training`` says what the
     strategy changes of what is trained, and ``permissions`` are those that it needs. ``is_mean_iteration`` says that
-    ranks do not finish their steps together.
+    ranks do not finish their steps together. ``samples`` is a worker's batch.
     """
 
     workers: int
@@ -59,6 +59,7 @@ class Prediction:
     changes_training: str = ""
     permissions: tuple[str, ...] = ()
     is_mean_iteration: bool = False
+    samples: int = 0
 
     def recommended(self, allow: Collection[str]) -> bool:
         """Whether its strategy may be chosen with what the user has permitted."""
@@ -128,6 +129,7 @@ def predict(
         ignored=carried_out_by(strategy, cluster.library)[1],
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
+        samples=workload.samples,
     )
 
 
@@ -190,4 +192,5 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
         is_mean_iteration=True,
+        samples=workload.samples,
     )
