@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.errors import UnitError
+from headway.errors import UnitError, UserError
 from headway.units import (
+    alternatives,
     format_bytes,
     format_rate,
+    options_in,
     parse_duration_s,
     parse_factor,
     parse_rate_gbps,
@@ -82,3 +84,41 @@ def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None
 def test_other_sizes_are_refused(text: object) -> None:
     with pytest.raises(UnitError):
         parse_size_bytes(text, "--memory-limit")
+
+
+def test_options_keep_lists_together() -> None:
+    assert options_in("caps=[1,25],names=['a,b',{c: [d]}],x=1", "it") == [
+        ("caps", "[1,25]"),
+        ("names", "['a,b',{c: [d]}]"),
+        ("x", "1"),
+    ]
+    assert options_in("", "it") == []
+    assert options_in("x=1,", "it") == [("x", "1")]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x", "has no value"),
+        ("caps=1,25", r"Write several values as a list: caps=\[1,25\]"),
+        ("caps=[1,25", "] is missing at the end"),
+        ("caps=1,25]", "closed that was not opened"),
+        ("caps=[1,25}", "closed that was not opened"),
+        ("name='a", "' is missing"),
+    ],
+)
+def test_malformed_options_are_refused(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        options_in(text, "it")
+
+
+def test_alternatives_are_every_combination() -> None:
+    assert alternatives("ddp", 9, "it") == ["ddp"]
+    assert alternatives("ddp:a=1|2,b=[3|4],c=x|y", 9, "it") == [
+        "ddp:a=1,b=[3|4],c=x",
+        "ddp:a=1,b=[3|4],c=y",
+        "ddp:a=2,b=[3|4],c=x",
+        "ddp:a=2,b=[3|4],c=y",
+    ]
+    with pytest.raises(UserError, match="too many alternatives"):
+        alternatives("ddp:a=1|2,b=1|2", 3, "it")

@@ -63,6 +63,21 @@ class Host(BaseModel):
     """The rate of its link to the host, in Gbit/s."""
 
 
+class ServerHost(BaseModel):
+    """A machine without workers, for servers of ``parameter_server``, and the goodput of its link."""
+
+    model_config = _FROZEN
+
+    name: str = Field(min_length=1, max_length=200)
+    """Its name, which no other host has."""
+
+    up_gbps: Rate
+    """The rate of its link from the host, in Gbit/s."""
+
+    down_gbps: Rate
+    """The rate of its link to the host, in Gbit/s."""
+
+
 class SlowPath(BaseModel):
     """What one connection from a host to another gets at most, where that is less than their links."""
 
@@ -283,6 +298,9 @@ class Cluster(BaseModel):
     hosts: tuple[Host, ...] = Field(min_length=1)
     """The hosts in rank order: the first ``workers`` ranks are on the first host, and so on."""
 
+    server_hosts: tuple[ServerHost, ...] = Field(default=(), max_length=4096)
+    """Hosts without workers, which a plan may have for servers."""
+
     latency_us: Latency = 100.0
     """The latency between two hosts."""
 
@@ -347,7 +365,8 @@ class Cluster(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cluster:
-        if len({host.name for host in self.hosts}) != len(self.hosts):
+        names = [*(host.name for host in self.hosts), *(host.name for host in self.server_hosts)]
+        if len(set(names)) != len(names):
             raise ValueError("host names repeat; every host needs a name of its own")
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"all hosts together have {self.world_size} workers, more than {MAX_WORLD_SIZE}")
@@ -402,8 +421,15 @@ class Cluster(BaseModel):
             )
             for host in self.hosts
         )
+        servers = tuple(
+            host.model_copy(
+                update={"up_gbps": host.up_gbps * bandwidth, "down_gbps": host.down_gbps * bandwidth}
+            )
+            for host in self.server_hosts
+        )
         changed = {
             "hosts": hosts,
+            "server_hosts": servers,
             "latency_us": self.latency_us * latency,
             "local_gbps": self.local_gbps * bandwidth,
             "local_latency_us": self.local_latency_us * latency,
@@ -420,6 +446,19 @@ class Cluster(BaseModel):
             "algorithms": {**self.algorithms, **own},
         }
         return self.model_copy(update=changed)
+
+    def with_server_hosts(self, count: int) -> Cluster:
+        """The same with at least ``count`` hosts without workers: those that it has, and others like its first host."""
+        there, like = self.server_hosts, self.hosts[0]
+        names = {host.name for host in self.hosts} | {host.name for host in there}
+        new = (
+            name for number in range(1, count + len(names) + 1) if (name := f"server{number}") not in names
+        )
+        more = [
+            ServerHost(name=name, up_gbps=like.up_gbps, down_gbps=like.down_gbps)
+            for _, name in zip(range(count - len(there)), new, strict=False)
+        ]
+        return self.model_copy(update={"server_hosts": (*there, *more)}) if more else self
 
     def resized(self, world_size: int, workers_a_host: int | None = None) -> Cluster:
         """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used.

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from headway.errors import UserError
+from headway.errors import UserError, did_you_mean
 from headway.version import __version__
 
 MAX_TEXT_BYTES = 64 * 2**20
@@ -300,14 +300,17 @@ def validate(data: object, model: type[_Model], error: type[UserError], what: st
     try:
         return model.model_validate(data)
     except ValidationError as failure:
-        raise _first_complaint(failure, error, what) from None
+        raise _first_complaint(failure, error, what, model.model_fields) from None
 
 
-def _first_complaint(failure: ValidationError, error: type[UserError], what: str) -> UserError:
+def _first_complaint(
+    failure: ValidationError, error: type[UserError], what: str, known: Iterable[str] = ()
+) -> UserError:
     complaint = failure.errors(include_url=False)[0]
     where = ".".join(str(part) for part in complaint["loc"]) or "the document"
     if complaint["type"] == "extra_forbidden":
-        return error(f"{what}: unknown key {where}", fix="Remove it, or check its spelling.")
+        alike = did_you_mean(where, known) if len(complaint["loc"]) == 1 else ""
+        return error(f"{what}: unknown key {where}", fix=alike or "Remove it, or check its spelling.")
     if complaint["type"] == "missing":
         return error(f"{what}: {where} is missing", fix="Add it.")
     said = complaint["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Rates, durations and factors as people write them, and back; sizes and counts as text.
+"""Rates, durations, factors and options as people write them, and back; sizes and counts as text.
 
 Rates are bits a second with decimal prefixes, as network people write them (``400mbit``, ``10 Gbit/s``).
 Sizes are bytes, written with decimal prefixes.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from itertools import product
 
-from headway.errors import UnitError
+from headway.errors import UnitError, UserError
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
@@ -82,3 +84,65 @@ def format_bytes(size_bytes: float) -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """A number and what it counts: ``1 rank``, ``12,000 steps``."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+_CLOSING = {"[": "]", "{": "}"}
+LIST_FORM = "options with commas between them, lists in brackets: a=1,b=[2,3]"
+
+
+def options_in(text: str, what: str, fault: Callable[..., UserError] = UserError) -> list[tuple[str, str]]:
+    """The options of ``KEY=VALUE,KEY=VALUE``, in order; commas inside brackets or quotes belong to values.
+
+    Raises ``fault`` where an option has no value, or a bracket or quote is left open.
+    """
+    found: list[tuple[str, str]] = []
+    for part in filter(None, _split(text, ",", what, fault)):
+        key, equals, value = part.partition("=")
+        if not equals:
+            fix = f"Write several values as a list: {found[-1][0]}=[{found[-1][1]},{part}]." if found else ""
+            raise fault(f"{what}: an option has no value", got=repr(part), expected=LIST_FORM, fix=fix)
+        found.append((key.strip(), value.strip()))
+    return found
+
+
+def alternatives(text: str, most: int, what: str) -> list[str]:
+    """``NAME:KEY=VALUE|VALUE,...`` as a text for each combination of values; ``text`` alone where it has no ``|``.
+
+    Raises UserError for more than ``most``, and where a bracket or quote is left open.
+    """
+    name, colon, rest = text.partition(":")
+    if "|" not in rest:
+        return [text]
+    choices = []
+    for part in _split(rest, ",", what, UserError):
+        key, equals, values = part.partition("=")
+        choices.append([f"{key}{equals}{value}" for value in _split(values, "|", what, UserError)])
+    count = math.prod(map(len, choices))
+    if count > most:
+        raise UserError(f"{what} has too many alternatives", got=count, expected=f"at most {most}")
+    return [f"{name}{colon}{','.join(chosen)}" for chosen in product(*choices)]
+
+
+def _split(text: str, separator: str, what: str, fault: Callable[..., UserError]) -> list[str]:
+    """``text`` cut at separators that are neither in brackets nor in quotes."""
+    parts, closing, quote, start = [], "", "", 0
+    for place, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in _CLOSING:
+            closing = _CLOSING[character] + closing
+        elif closing and character == closing[0]:
+            closing = closing[1:]
+        elif character in "]}":
+            raise fault(
+                f"{what}: a bracket is closed that was not opened", got=repr(text), expected=LIST_FORM
+            )
+        elif character == separator and not closing:
+            parts.append(text[start:place])
+            start = place + 1
+    if quote or closing:
+        missing = quote or closing[0]
+        raise fault(f"{what}: {missing} is missing at the end", got=repr(text), expected=LIST_FORM)
+    return [*parts, text[start:]]

@@ -100,6 +100,45 @@ def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(said["breakdown_ms"]["0"].values()) == pytest.approx(said["step_ms"])
 
 
+def test_strategies_with_lists_and_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [
+        "ddp:bucket_caps_mb=[1,25,25]",
+        "ddp:bucket_cap_mb=5|100",
+        "pipeline:stages=2,split_points=[features.17]",
+    ]
+    options = ["--workers", "2", "--json"]
+    for text in named:
+        options += ["--strategy", text]
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, *options]) == 0
+    said = [each["strategy"] for each in json.loads(capsys.readouterr().out)["predictions"]]
+    assert said == [named[0], "ddp:bucket_cap_mb=5", "ddp:bucket_cap_mb=100", named[2]]
+
+
+def test_servers_on_hosts_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ["ddp", *(f"parameter_server:servers={servers}" for servers in (0, 2, 4))]
+    options = [word for each in named for word in ("--strategy", each)]
+    asked = ["predict", "vgg16", "--cluster", "gloo-10gbe", "--device", "v100", "--workers", "4", *options]
+    assert run([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["predictions"]
+    steps_ms = [each["step_ms"] for each in found]
+    assert steps_ms[1:] == sorted(steps_ms[1:], reverse=True), "the more servers, the faster"
+    assert all("predicted alone" in " ".join(each["ignored"]) for each in found[1:])
+    assert run([*asked[:-1], "parameter_server:servers=1,pieces=2"]) == 2
+    assert "servers excludes shares and pieces" in capsys.readouterr().err
+
+
+def test_an_option_that_nccl_ignores_gains_nothing_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    ignored = "decoupled:reduce_scatter=hierarchical,wire={dtype: bfloat16}"
+    options = ["--workers", "8", "--strategy", "decoupled", "--strategy", ignored]
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, *options, "--json"]) == 0
+    plain, chosen = json.loads(capsys.readouterr().out)["predictions"]
+    assert chosen["step_ms"] == plain["step_ms"]
+    assert plain["ignored"] == []
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, *options]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
+    assert notes == [f"Note: {ignored}: {each}." for each in chosen["ignored"]]
+
+
 def test_the_table_says_what_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predict", "resnet50", "--cluster", CLUSTER, "--workers", "1,8", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["predictions"]
@@ -143,6 +182,9 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["vgg16", "--cluster", CLUSTER, "--batch", "4", "--global-batch", "64"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "magic"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_cap_mb=1,bucket_cap_mb=2"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_caps_mb=1,25"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_caps_mb=[1,25"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_cap_mb_list=[1,25]"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "scaling.docx"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "no/such/folder/scaling.png"],
         ["no_such_module:f", "--cluster", CLUSTER],

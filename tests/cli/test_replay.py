@@ -10,7 +10,10 @@ import pytest
 from tests.answers.asked import JOB, written
 
 from headway.cli.main import run
+from headway.plan import Plan
 from headway.replayer.replayer import Replayer
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.trace.folder import load_trace
 
 
 def answered(trace: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
@@ -57,3 +60,21 @@ def test_the_links_of_a_recording_of_one_rank_are_said_to_be_assumed(
         (note,) = (line for line in lines if "assumed between workers" in line)
         assert note.startswith("Note: One rank was recorded, and no link: 100 Gbit/s and a latency of ")
         assert "--cluster" in note
+
+
+def test_what_the_library_of_a_given_cluster_ignores_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(JOB, tmp_path / "trace")
+    replayed = Replayer(load_trace(trace))
+    replayed.cluster.model_copy(update={"library": "nccl"}).save(tmp_path / "cluster.yaml")
+    steps_ms = []
+    for number, algorithm in enumerate(("ring", "direct")):
+        strategy = DecoupledStrategy(reduce_scatter=algorithm)
+        path = tmp_path / f"{number}.yaml"
+        Plan.data_parallel(strategy, JOB.world_size, replayed.trace.model).save(path)
+        given = ("--plan", str(path), "--cluster", str(tmp_path / "cluster.yaml"), "--json")
+        document = json.loads("".join(answered(trace, capsys, *given)))
+        steps_ms.append(document["step_ms"])
+        assert any("NCCL chooses algorithms by itself" in each for each in document["notes"]) == bool(number)
+    assert steps_ms[0] == steps_ms[1]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.clocks.uncertainty import DRIFT_PPM, Limits, errors_us
+from headway.clocks.fitting import DRIFT_PPM, Limits, errors_us
 
 HALF_US = 1e6
 APART_US = DRIFT_PPM * 1e-6 * HALF_US  # what clocks drift apart from the middle to an end

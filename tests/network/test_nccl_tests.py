@@ -11,19 +11,20 @@ import pytest
 
 from headway.collectives.nccl import Fabric, choose
 from headway.errors import UserError
-from headway.network.nccl_tests import Timing, cluster_of, errors, fitted, read_log, slow_hosts
+from headway.network.nccl_tests import Timing, cluster_of, errors, fitted, is_amd, read_log, slow_hosts
+from headway.prediction.collective import collective_time
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks/published_rows/nccl_tests.csv"
 BUS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
-def header(test: str, hosts: list[str], a_host: int) -> list[str]:
+def header(test: str, hosts: list[str], a_host: int, device: str = "NVIDIA H100 80GB HBM3") -> list[str]:
     """The first lines of a log, as nccl-tests 2.17 writes them."""
     lines = ["# nccl-tests version 2.17.8 nccl-headers=22705 nccl-library=22705"]
     lines.append(f"# Collective test starting: {test}_perf")
     lines += [
         f"#  Rank {rank:2d} Group  0 Pid 26142{rank} on {hosts[rank // a_host]} device  {rank % a_host} [0000:9d:00] "
-        "NVIDIA H100 80GB HBM3"
+        f"{device}"
         for rank in range(len(hosts) * a_host)
     ]
     return lines
@@ -105,6 +106,47 @@ def test_published_logs_of_two_sizes_predict_the_others() -> None:
     far = sorted(map(abs, errors(judged, fabric, speed)))
     assert median(far) < 0.07
     assert far[int(0.9 * len(far))] < 0.15
+
+
+def of_rccl(kind: str, hosts: int, times_us: dict[int, float]) -> tuple[str, str]:
+    """What rccl-tests write of hosts of eight MI300X."""
+    lines = header(kind, [f"n{at}" for at in range(hosts)], 8, "AMD Instinct MI300X")
+    for size, us in times_us.items():
+        lines.append(f" {size} {size // 4} float sum -1 {us:.1f} 1.00 1.00 0 {us:.1f} 1.00 1.00 0")
+    return f"{hosts}.log", "\n".join([*lines, "rccl-tests: Version develop:5272cd1"])
+
+
+def test_published_rows_of_rccl_are_predicted_as_rings() -> None:
+    """Two hosts of eight MI300X, of ROCm/rccl#2078: fitted to two sizes, all four are within 1 %."""
+    rows = {2**31: 11186.0, 2**32: 22410.0, 2**33: 44734.0, 2**34: 89235.0}
+    cluster, accuracy = cluster_of([of_rccl("all_reduce", 2, {size: rows[size] for size in (2**31, 2**34)})])
+    assert cluster.nccl is None
+    assert cluster.library == "nccl"
+    assert accuracy.startswith("rings are off by ")
+    assert cluster.latency_us > 1, "large tensors do not tell it, and nothing is free"
+    for size_bytes, time_us in rows.items():
+        assert collective_time(cluster, "all-reduce", size_bytes).time_us == pytest.approx(time_us, rel=0.01)
+
+
+def test_rings_of_rccl_are_fitted_over_numbers_of_hosts() -> None:
+    def times_us(hosts: int) -> dict[int, float]:
+        ranks = 8 * hosts
+        sizes = [2**power for power in range(20, 33, 2)]
+        return {size: 40 + 4 * hosts * 12 + 2 * (ranks - 1) / ranks * size / 300e3 for size in sizes}
+
+    cluster, _ = cluster_of([of_rccl("all_reduce", hosts, times_us(hosts)) for hosts in (2, 4)])
+    assert cluster.hosts[0].up_gbps == pytest.approx(2400, rel=0.01)
+    more = cluster.model_copy(update={"hosts": cluster.hosts * 2})
+    assert collective_time(more, "all-reduce", 2**30).time_us == pytest.approx(times_us(8)[2**30], rel=0.05)
+    with pytest.raises(UserError, match="no row of a log is of several hosts"):
+        cluster_of([of_rccl("all_reduce", 1, times_us(1))])
+
+
+@pytest.mark.parametrize(("device", "amd"), [
+    ("AMD Instinct MI250X", True), ("gfx942", True), ("NVIDIA H100 80GB HBM3", False), ("", False),
+])  # fmt: skip
+def test_amd_gpus_are_told_by_their_names(device: str, amd: bool) -> None:
+    assert is_amd(device) is amd
 
 
 def test_what_is_no_log_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def test_the_model_explains_what_was_recorded_and_predicts_more_hosts(trace: Tra
     expected = choose("all_reduce", 2**24, 64 * A_HOST, 64, FABRIC)
     predicted = choose("all_reduce", 2**24, 64 * A_HOST, 64, fabric_of(many, range(64), A_HOST))
     assert predicted.time_us == pytest.approx(expected.time_us, rel=0.1)
+
+
+def test_traces_of_amd_gpus_are_fitted_as_rings(trace: Trace) -> None:
+    ranks = tuple(rank.model_copy(update={"device": "AMD Instinct MI300X"}) for rank in trace.manifest.ranks)
+    of_amd = replace(trace, manifest=trace.manifest.model_copy(update={"ranks": ranks}))
+    assert cluster_from_trace(of_amd).nccl is None
 
 
 def test_a_faster_network_is_replayed_as_one(trace: Trace) -> None:

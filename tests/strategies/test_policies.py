@@ -25,7 +25,9 @@ from headway.strategies.base import short_name
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live import module_spec
-from headway.strategies.registry import names, plugin_named, plugin_of
+from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.registry import carried_out_by, names, plugin_named, plugin_of
 
 DATA_PARALLEL = [name for name in names() if plugin_named(name).policy.dimension == "data"]
 TRAINS_OTHERWISE = [name for name in DATA_PARALLEL if plugin_named(name).policy().changes_training]
@@ -197,3 +199,28 @@ def test_a_short_name_has_the_codec_however_long() -> None:
     caps = "DDP, caps for 12 buckets, and more of this that nobody would ever want to read, sent as int8"
     assert short_name(caps) == "DDP, caps for 12 buckets, sent as int8"
     assert len(short_name("decoupled" + ", a part" * 20)) <= 60
+
+
+def test_what_nccl_ignores_or_refuses_is_said_and_not_predicted() -> None:
+    chosen = DecoupledStrategy(reduce_scatter="hierarchical", ring_order=(0, 1), wire=Cast(dtype="bfloat16"))
+    mesh = MeshStrategy(pipeline=PipelineStrategy(), data=chosen)
+    assert carried_out_by(chosen, "gloo") == (chosen, ())
+    happening, said = carried_out_by(chosen, "nccl")
+    assert happening == DecoupledStrategy()
+    assert [each.split(":")[0] for each in said] == ["reduce_scatter, ring_order", "wire"]
+    assert carried_out_by(mesh, "nccl") == (mesh.model_copy(update={"data": happening}), said)
+    cast = DistributedDataParallelStrategy(wire=(Cast(dtype="bfloat16"), None))
+    assert carried_out_by(cast, "nccl") == (cast, ())
+    kept = DistributedDataParallelStrategy(
+        wire=(Cast(dtype="bfloat16"), Cast(dtype="float16", error_feedback=True))
+    )
+    happening, said = carried_out_by(kept, "nccl")
+    assert happening == cast
+    assert "codecs that do more than cast" in said[0]
+
+
+@pytest.mark.parametrize("name", names())
+def test_no_strategy_has_anything_ignored_by_default_but_those_that_need_gloo(name: str) -> None:
+    _, said = carried_out_by(plugin_named(name).policy(), "nccl")
+    needs_gloo = {"parameter_server", "asynchronous-parameter-server", "partial-all-reduce"}
+    assert bool(said) == (name in needs_gloo)

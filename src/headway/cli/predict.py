@@ -251,8 +251,10 @@ def _print_steps(
     for each in overtakings:
         overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
         console.print(one_line(overtakes, LONGEST))
-    for note in best.notes:
-        console.print(one_line(f"{best.strategy}: {note}.", LONGEST))
+    notes = [f"{best.strategy}: {note}." for note in best.notes]
+    notes += [f"Note: {each.strategy}: {said}." for each in largest for said in each.ignored]
+    for note in notes:
+        console.print(one_line(note, LONGEST))
     source = cluster.source.rstrip(".")
     basis = f"Links: {source}. Computation: {workload.times}, {workload.batch} a worker."
     console.print(one_line(basis, LONGEST))

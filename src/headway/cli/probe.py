@@ -22,7 +22,7 @@ TORCHRUN = "Run it as: torchrun --nproc-per-node N --no-python headway probe -o 
 @click.option("--idle-cores", is_flag=True,
               help="For jobs that compute on accelerators and leave the cores to communication.")  # fmt: skip
 @click.option("--nccl-tests", "logs", multiple=True, metavar="LOG", type=click.Path(path_type=Path),
-              help="Fit NCCL's model to a log of nccl-tests or rccl-tests instead; may be repeated.")  # fmt: skip
+              help="Fit NCCL's model to a log of nccl-tests, rings to one of rccl-tests; may be repeated.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def probe(cluster_path: Path, idle_cores: bool, logs: tuple[Path, ...], as_json: bool) -> None:
     """Measure the links between the ranks of a job. Start it in every rank.
@@ -100,7 +100,7 @@ def _fit_logs(logs: tuple[Path, ...], cluster_path: Path, as_json: bool) -> None
     words = output.error_console()
     for name, share in slow.items():
         words.print(f"Host {name} reaches {share:.0%} of the usual bandwidth: look at its cards and cables.")
-    with output.progress("fitting NCCL's model"):
+    with output.progress("fitting the logs"):
         cluster, accuracy = cluster_of(texts)
     cluster.save(cluster_path)
     if as_json:
@@ -109,7 +109,7 @@ def _fit_logs(logs: tuple[Path, ...], cluster_path: Path, as_json: bool) -> None
     host = cluster.hosts[0]
     rate = format_rate(host.up_gbps)
     output.console().print(
-        f"{len(cluster.hosts)} hosts of {host.workers} workers, {rate} between hosts; NCCL's model is {accuracy}; "
+        f"{len(cluster.hosts)} hosts of {host.workers} workers, {rate} between hosts; {accuracy}; "
         f"written to {cluster_path}."
     )
 

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_json: bool) -> bool:
     """Print how many iterations ranks finish in a time under ``plan``; False where they finish them together."""
+    from headway.strategies.registry import carried_out_by
+
     with output.progress("replaying"):
         outcome = replayer.replay_horizon(plan.strategy, what_if, passes=plan.passes)
         if outcome is None:
             return False
+        ignored = carried_out_by(plan.strategy, replayer.cluster.library)[1]
         recorded = replayer.replay(None, what_if.without_members(), passes=plan.passes)
     together_per_s = recorded.graph.world_size / recorded.step_ms * 1e3
     speedup = outcome.total_per_s / together_per_s
@@ -39,7 +42,7 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
                 "recorded_strategy_iterations_per_s": together_per_s,
                 "speedup": speedup,
                 "what_if": what_if.describe(),
-                "notes": [*replayer.notes, outcome.describe()],
+                "notes": [*replayer.notes, *ignored, outcome.describe()],
             },
         )
         return True
@@ -50,7 +53,7 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
         f"{outcome.total_per_s:.2f} iterations/s of all ranks together with {said}: {speedup:.2f} times as many as the "
         f"recorded strategy would have under the same conditions{stays} ({together_per_s:.2f})."
     )
-    for note in (*replayer.notes, outcome.describe()):
+    for note in (*replayer.notes, *ignored, outcome.describe()):
         console.print(f"Note: {one_line(note)}")
     table = Table("rank", "iterations/s", "standing ms", "forming ms", title="an iteration")
     per_rank = zip(
@@ -125,6 +128,7 @@ def replay(
     from headway.replayer.as_trace import replayed_trace
     from headway.replayer.fidelity import is_reproduced
     from headway.replayer.replayer import Replayer
+    from headway.strategies.registry import carried_out_by
 
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)
@@ -143,7 +147,11 @@ def replay(
             else None
         )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
-    notes = (*replayer.notes, *_assumed_links(replayer.cluster, result.graph.cluster))
+    notes = (
+        *replayer.notes,
+        *_assumed_links(replayer.cluster, result.graph.cluster),
+        *carried_out_by(result.strategy, result.graph.cluster.library)[1],
+    )
     recorded_ms, expected, graph = replayer.recorded_step_ms, replayer.expect(result), result.graph
     error = base.step_ms / recorded_ms - 1
     throughput = _throughput(expected.speedup, graph.world_size, loaded.world_size)

@@ -35,7 +35,7 @@ NAMES = ("ddp", "fsdp2", "deepspeed", "megatron", "nccl", "rccl")
 )
 @click.option(
     "--as-replayed", is_flag=True,
-    help="nccl, rccl: also fix the algorithms that the plan leaves to the library. A replay takes rings for them.",
+    help="nccl, rccl: also fix to rings what the plan leaves to the library, where a replay takes rings for it.",
 )  # fmt: skip
 @click.option(
     "--channels", type=click.IntRange(1, 64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -58,7 +59,10 @@ class ClusterResources:
         self._hosts = int(self._host_of[self._ranks - 1]) + 1
         self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
         self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
-        self._most_gbps = float(max(self._up_gbps.max(), self._down_gbps.max()))
+        self._servers = [(host.up_gbps, host.down_gbps) for host in cluster.server_hosts]
+        self._most_gbps = float(
+            max(self._up_gbps.max(), self._down_gbps.max(), *map(max, self._servers), 0.0)
+        )
         places = {host.name: index for index, host in enumerate(cluster.hosts)}
         self._path_gbps = {(places[p.source], places[p.target]): p.gbps for p in cluster.paths}
 
@@ -69,14 +73,22 @@ class ClusterResources:
 
     @property
     def columns(self) -> Resources:
-        """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores."""
-        count = 2 * self._hosts + 2 * self._ranks
+        """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores.
+
+        Behind them are the links of hosts without workers.
+        """
+        of_servers = 2 * self._hosts + 2 * self._ranks
+        count = of_servers + 2 * len(self._servers)
         burst_ns, window_ns = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         room = np.full(count, WHOLE, dtype=np.int64)
         for way, gbps in enumerate((self._up_gbps[: self._hosts], self._down_gbps[: self._hosts])):
             burst_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.burst_bytes * 8 / gbps)
             window_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.window_bytes * 8 / gbps)
             room[way : 2 * self._hosts : 2] = np.maximum(1, np.rint(gbps / self._most_gbps * WHOLE))
+        for place, rate in enumerate((rate for both in self._servers for rate in both), of_servers):
+            burst_ns[place] = round(self.cluster.burst_bytes * 8 / rate)
+            window_ns[place] = round(self.cluster.window_bytes * 8 / rate)
+            room[place] = max(1, round(rate / self._most_gbps * WHOLE))
         return Resources(room, burst_ns, _changes(self.cluster, room), window_ns)
 
     def builder(self) -> OperationGraphBuilder:
@@ -220,6 +232,57 @@ class ClusterResources:
         if duration_ns >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return duration_ns, self._routes_between(sender, receiver, connection, 0.0)[size_bytes > 0]
+
+    @property
+    def ranks_by_host(self) -> dict[int, list[int]]:
+        """The ranks of each host that has some, by the number of the host."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for rank, host in enumerate(self._host_of.tolist()):
+            found[host].append(rank)
+        return dict(found)
+
+    def server_number(self, index: int) -> int:
+        """The number of a host without workers for ``link``: behind those of the others."""
+        return len(self._up_gbps) + index
+
+    def link(
+        self, machine: int, way: int, size_bytes: int, cost: AlgorithmCost, stage: int
+    ) -> tuple[int, int]:
+        """What a host, with or without workers, sends (``way`` 0) or receives (1): how long it takes (ns), as a route.
+
+        What it sends in a ``stage`` follows what it has sent in it before, and so does what it receives. Raises
+        OverflowError where it takes longer than can be counted.
+        """
+        server = machine - len(self._up_gbps)
+        if server < 0:
+            side, gbps = 2 * machine + way, float((self._down_gbps if way else self._up_gbps)[machine])
+        else:
+            side = 2 * (self._hosts + self._ranks + server) + way
+            gbps = self._servers[server][way]
+        duration_ns = round(size_bytes * 8 / gbps)
+        if duration_ns >= LATEST_NS:
+            raise OverflowError("a message takes longer than can be counted")
+        # Stages are counted from below, as connections of ranks are from 0 up.
+        queue = 0 if self.cluster.sharing == "queued" else -1 - stage
+        latency_ns = round((self.cluster.latency_us + cost.at(size_bytes).message_us) * 1e3)
+        asked = gbps / self._most_gbps
+        return duration_ns, self.routes.number(
+            side, NO_RESOURCE, queue=queue, latency_ns=latency_ns, asked=asked
+        )
+
+    def within(self, kind: str, size_bytes: int, ranks: Sequence[int], connection: int) -> tuple[int, int]:
+        """A half of an all-reduce among ``ranks`` of one host: how long it takes (ns), as a route.
+
+        The first of them stands for the others, which do the same.
+        """
+        if self.cluster.nccl is not None:
+            routes, duration_ns = self.nccl(kind, size_bytes, AlgorithmCost(), connection, tuple(ranks))
+            return duration_ns, routes[0]
+        rounds = len(ranks) - 1
+        duration_ns = round(rounds * size_bytes / len(ranks) * 8 / self.cluster.local_gbps)
+        latency_ns = round(rounds * self.cluster.local_latency_us * 1e3)
+        local = 2 * self._hosts + ranks[0]
+        return duration_ns, self.routes.number(local, NO_RESOURCE, queue=connection, latency_ns=latency_ns)
 
     def _between_gbps(self, source: int, target: int) -> float:
         """What one connection from a host to another one gets at most."""

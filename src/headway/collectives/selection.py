@@ -47,7 +47,8 @@ MOST_PIECES = 64  # more would change next to nothing, and be many messages
 class Selection(NamedTuple):
     """How one collective of some kind is carried out: over ``hosts``, where its algorithm follows them.
 
-    ``shares`` are those that servers have, where they are unequal; ``order`` is that in which ranks stand in a ring,
+    ``shares`` are those that servers have, where they are unequal, and ``server_hosts`` how many hosts without workers
+    serve, where not ranks but hosts do; ``order`` is that in which ranks stand in a ring,
     where it is not that of their numbers.
     """
 
@@ -57,6 +58,7 @@ class Selection(NamedTuple):
     hosts: Hosts | None = None
     shares: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    server_hosts: int | None = None
 
     def on(self, hosts: Hosts) -> Selection:
         """The same among ranks on ``hosts``. Raises PlanError where its algorithm cannot do with them."""
@@ -67,7 +69,12 @@ class Selection(NamedTuple):
 
     @property
     def program_of(self) -> ProgramOf:
-        """Its chunk programs."""
+        """Its chunk programs. Raises PlanError where hosts serve, which is predicted alone."""
+        if self.server_hosts is not None:
+            raise PlanError(
+                "servers on hosts are predicted, and have no messages of ranks", got=f"servers: {self.server_hosts}",
+                expected="servers: null, where each worker is one",
+            )  # fmt: skip
         return program_of(self.algorithm, self.kind, self.pieces, self.hosts, self.shares, self.order)
 
     @property

@@ -22,10 +22,14 @@ from headway.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How servers share the work: the ``shares`` of ranks, where they are unequal, each in so many ``pieces``."""
+    """How servers share the work: the ``shares`` of ranks, where they are unequal, each in so many ``pieces``.
+
+    With ``hosts`` not ranks but hosts serve, and as many without workers (``server_hosts``).
+    """
 
     shares: tuple[int, ...] = ()
     pieces: int = 1
+    hosts: int | None = None
 
     def check(self, world_size: int) -> None:
         """Raise PlanError for shares that are not those of ``world_size`` ranks."""
@@ -37,6 +41,7 @@ class Serving:
 
     def program(self, rank: int, world_size: int) -> ChunkProgram:
         """What ``rank`` does."""
+        assert self.hosts is None, "predicted, never run"
         return push_and_pull(rank, world_size, self.pieces, self.shares)
 
 

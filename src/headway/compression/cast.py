@@ -72,3 +72,8 @@ class Cast(Codec):
         """A pass over the gradients to round, one to take over the mean; two more for error feedback."""
         del world_size
         return passes_us(size_bytes, 2.0 + 2.0 * self.error_feedback), passes_us(size_bytes, 1.0)
+
+
+def is_only_cast(codec: Codec) -> bool:
+    """Whether nothing but a cast is done, which is all that is done on devices."""
+    return isinstance(codec, Cast) and not codec.error_feedback

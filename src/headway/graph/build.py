@@ -11,6 +11,7 @@ from headway.collectives.dataflow import expand, expand_nccl
 from headway.collectives.hierarchical import Hosts
 from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import GLOO, Selection, native
+from headway.collectives.server_hosts import expand_served
 from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
 from headway.scheduling.schedule import Schedule
 from headway.simulation.building import OperationGraph, OperationGraphBuilder
@@ -303,6 +304,18 @@ class GraphBuilder(Generic[S]):
     def _laid_out(self, collective: PlacedCollective) -> int:
         selection = collective.selection
         members = tuple(collective.members) if collective.partial else ()
+        if selection.server_hosts is not None:
+            assert not members, "hosts serve all ranks"
+            return expand_served(
+                self._operations,
+                self._resources,
+                collective.size_bytes,
+                collective.begins,
+                collective.ends,
+                selection.cost(self.cluster),
+                collective.channel,
+                selection.server_hosts,
+            )
         if selection.is_timed_by_nccl(self.cluster):
             return expand_nccl(
                 self._operations,

@@ -1,4 +1,8 @@
-"""What NCCL's collectives took, from logs of nccl-tests and from traces, and the fabric that explains it best."""
+"""What NCCL's collectives took, from logs of nccl-tests and from traces, and the fabric that explains it best.
+
+NCCL's collectives are fitted by NCCL's own model. RCCL's are fitted as rings: its public constants (ROCm/rccl,
+src/graph/tuning.cc) serve its choice alone, and as times they are off by factors.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from statistics import fmean, median
 from typing import cast
+
+import numpy as np
 
 from headway.cluster import HOST_COSTS, AlgorithmCost, Cluster, Host, NcclModel
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, NCCL, REDUCE_SCATTER, cost_name
@@ -42,6 +48,8 @@ _TEST = re.compile(
 )
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s*(.*)$")
 _ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[\w.]+\s+(\w+)\s+(?:-?\d+\s+)?([\d.e+]+)\s+([\d.e+]+)\s+([\d.e+]+)\s")
+_AMD = re.compile(r"\b(?:AMD|Instinct|Radeon|gfx\d+)", re.IGNORECASE)
+_OF_RCCL = re.compile(r"rccl-tests|RCCL version|librccl", re.IGNORECASE)
 _ARCHITECTURES = (
     ("B200", "blackwell"), ("B300", "blackwell"), ("B100", "blackwell"), ("H100", "hopper"), ("H200", "hopper"),
     ("H800", "hopper"), ("H20", "hopper"), ("GH200", "hopper"), ("A100", "ampere"), ("A800", "ampere"),
@@ -69,6 +77,11 @@ class Timing:
 def architecture_of(device: str) -> str:
     """What kind of GPU a device's name tells; "" where it tells none."""
     return next((kind for part, kind in _ARCHITECTURES if part in device.upper()), "")
+
+
+def is_amd(device: str) -> bool:
+    """Whether a device's name is of an AMD GPU, whose collectives are RCCL's."""
+    return _AMD.search(device) is not None
 
 
 def read_log(text: str, name: str = "the log") -> list[Timing]:
@@ -141,6 +154,15 @@ def fitted(rows: Sequence[Timing], fabric: Fabric) -> tuple[Fabric, float]:
     NCCL chooses by the speed that it takes a card for, of which it knows few; what is reached is a share of that. All
     are those of the least mean error.
     """
+    several = _of_several_hosts(rows)
+    large = [row for row in several if row.size_bytes >= LARGE_BYTES] or several
+    roughly = [(reaching(large, fabric, speed), speed) for speed in CARD_SPEEDS]
+    roughly.sort(key=lambda candidate: mean_off(several, *candidate))
+    candidates = [(_fitted_to(several, *candidate), candidate[1]) for candidate in roughly[:2]]
+    return min(candidates, key=lambda candidate: mean_off(several, *candidate))
+
+
+def _of_several_hosts(rows: Sequence[Timing]) -> list[Timing]:
     several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
     if not several:
         raise UserError(
@@ -148,11 +170,7 @@ def fitted(rows: Sequence[Timing], fabric: Fabric) -> tuple[Fabric, float]:
             got=f"{len(rows)} rows",
             expected="1 MiB and more, over two hosts",
         )
-    large = [row for row in several if row.size_bytes >= LARGE_BYTES] or several
-    roughly = [(reaching(large, fabric, speed), speed) for speed in CARD_SPEEDS]
-    roughly.sort(key=lambda candidate: mean_off(several, *candidate))
-    candidates = [(_fitted_to(several, *candidate), candidate[1]) for candidate in roughly[:2]]
-    return min(candidates, key=lambda candidate: mean_off(several, *candidate))
+    return several
 
 
 def _fitted_to(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
@@ -215,14 +233,15 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
             "the logs hold no all-reduce, all-gather or reduce-scatter of several ranks",
             got=", ".join(n for n, _ in logs),
         )
+    names = ", ".join(PurePath(name).name for name, _ in logs[:4]) + (" and more" if len(logs) > 4 else "")
+    if any(is_amd(row.device) for row in rows) or any(_OF_RCCL.search(text) for _, text in logs):
+        return _cluster_of_rings(rows, largest, names)
     architecture = cast("Architecture", largest.architecture or "hopper")
     version = max(version for _, _, version in read)
     # Switches that reduce make an all-reduce faster than the links of a GPU are.
-    gathers = [
-        row for row in rows if row.hosts == 1 and row.kind != "all_reduce" and row.size_bytes >= LARGE_BYTES
-    ]
-    inside_gb_s = max(map(_bus_gb_s, gathers), default=INSIDE_GB_S[architecture])
-    several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
+    gathers = [row for row in rows if row.kind != "all_reduce"]
+    inside_gb_s = _inside_gb_s(gathers, INSIDE_GB_S[architecture])
+    several = _of_several_hosts(rows)
     tried = []
     for cpu in ("intel", "amd"):
         nvls = architecture in ("hopper", "blackwell")
@@ -234,14 +253,9 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
     error = stated_error(rows, found, speed)
     a_host = max(row.ranks // row.hosts for row in rows)
     link_gbps = speed * found.reached * a_host * 8
-    tail = far[int(0.9 * (len(far) - 1))]
-    words = f"off by {median(far):.1%} in the median of {len(far)} rows, and by {tail:.0%} in a tenth of them"
-    names = ", ".join(PurePath(name).name for name, _ in logs[:4]) + (" and more" if len(logs) > 4 else "")
+    words = f"NCCL's model is {_how_far(far)}"
     cluster = Cluster(
-        hosts=tuple(
-            Host(name=f"host{at}", workers=a_host, up_gbps=link_gbps, down_gbps=link_gbps)
-            for at in range(largest.hosts)
-        ),
+        hosts=_hosts(largest.hosts, a_host, link_gbps),
         latency_us=NETWORK_US * found.network_factor,
         local_gbps=inside_gb_s * 8,
         local_latency_us=3.4,
@@ -257,9 +271,63 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
             nvls=found.nvls,
             version=version,
         ),
-        source=f"logs of nccl-tests ({names}): NCCL's own model, {words}",
+        source=f"logs of nccl-tests ({names}): NCCL's own model, {_how_far(far)}",
     )
     return cluster, words
+
+
+def _hosts(count: int, workers: int, gbps: float) -> tuple[Host, ...]:
+    return tuple(Host(name=f"host{at}", workers=workers, up_gbps=gbps, down_gbps=gbps) for at in range(count))
+
+
+def _inside_gb_s(rows: Iterable[Timing], default: float) -> float:
+    """What large collectives inside a host reach."""
+    inside = (row for row in rows if row.hosts == 1 and row.size_bytes >= LARGE_BYTES)
+    return max(map(_bus_gb_s, inside), default=default)
+
+
+def _how_far(far: Sequence[float]) -> str:
+    """How far off ``far``, shares in order of size, are."""
+    tail = far[int(0.9 * (len(far) - 1))]
+    return f"off by {median(far):.1%} in the median of {len(far)} rows, and by {tail:.0%} in a tenth of them"
+
+
+def _cluster_of_rings(rows: Sequence[Timing], largest: Timing, names: str) -> tuple[Cluster, str]:
+    """The cluster whose rings explain ``rows`` best: a rate, a latency between hosts, an overhead of a collective."""
+    several = _of_several_hosts(rows)
+    took_us = np.array([row.time_us for row in several])
+    steps = np.array([(2 if row.kind == "all_reduce" else 1) * (row.ranks - 1) for row in several])
+    sizes, ranks, hosts = (
+        np.array([getattr(row, name) for row in several]) for name in ("size_bytes", "ranks", "hosts")
+    )
+    # What of a chunk's way through a ring is between hosts, and what each link carries.
+    terms = np.stack([np.ones(len(several)), steps * hosts / ranks, steps * sizes / ranks], axis=1)
+    several_counts = len(set(hosts.tolist())) > 1
+    best, far = np.array([0.0, 0.0, 1e-3]), np.full(len(several), np.inf)
+    for used in ([0, 1, 2], [1, 2], [0, 2], [2]):
+        if used == [0, 1, 2] and not several_counts:
+            continue
+        found = np.zeros(3)
+        found[used] = np.linalg.lstsq(terms[:, used] / took_us[:, None], np.ones(len(several)), rcond=None)[0]
+        off_by = np.abs(terms @ found / took_us - 1)
+        if found.min() >= 0 and found[2] > 0 and off_by.mean() < far.mean():
+            best, far = found, off_by
+    overhead_us, latency_us, us_a_byte = map(float, best)
+    if not overhead_us + latency_us:  # large tensors do not tell it
+        latency_us = NETWORK_US
+    link_gbps = 8e-3 / us_a_byte
+    far_off = sorted(map(float, far))
+    error = max(UNSEEN, far_off[int(COVERED * (len(far_off) - 1))])
+    cluster = Cluster(
+        hosts=_hosts(largest.hosts, max(row.ranks // row.hosts for row in rows), link_gbps),
+        latency_us=latency_us,
+        local_gbps=max(_inside_gb_s(rows, 0.0) * 8, link_gbps),
+        local_latency_us=0.0,
+        algorithms={name: AlgorithmCost(overhead_us=overhead_us, fit_error=error) for name in _COST_NAMES},
+        library="nccl",
+        source=f"logs of rccl-tests ({names}): rings, {_how_far(far_off)}",
+    )
+    return cluster, f"rings are {_how_far(far_off)}"
 
 
 def _bus_gb_s(row: Timing) -> float:
@@ -304,9 +372,10 @@ def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
     """
     rows = timings_of(trace, flat)
     workers = {host.workers for host in flat.hosts}
-    if len(rows) < LEAST_ROWS or len(workers) > 1:
+    device = trace.manifest.ranks[0].device
+    if len(rows) < LEAST_ROWS or len(workers) > 1 or is_amd(device):
         return flat
-    architecture = cast("Architecture", architecture_of(trace.manifest.ranks[0].device) or "hopper")
+    architecture = cast("Architecture", architecture_of(device) or "hopper")
     inside_gb_s = INSIDE_GB_S[architecture]
     fabric = Fabric(architecture, "intel", inside_gb_s, version=(2, 27), passing_gb_s=inside_gb_s)
     if len(flat.hosts) == 1:

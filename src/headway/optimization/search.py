@@ -29,7 +29,7 @@ from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy, decided, fits
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import Proposal, StrategyPlugin, proposal_of
-from headway.strategies.registry import ask, plugin_of
+from headway.strategies.registry import ask, carried_out_by, plugin_of
 from headway.time_limit import TimeLimit, limited
 from headway.units import counted
 
@@ -296,6 +296,11 @@ def search(
     ranked = best_first(fitting)
     notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]
     notes = [each for each in notes if each]
+    notes += dict.fromkeys(
+        f"{each.strategy.name}: {said}"
+        for each in candidates
+        for said in carried_out_by(each.strategy, job.on.library)[1]
+    )
     notes += [
         f"times of {each.count} micro-batches are interpolated {each.said}" for each in sized if each.said
     ]

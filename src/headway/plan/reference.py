@@ -23,6 +23,7 @@ from headway.cluster import (
     MessageCost,
     NcclModel,
     PassSlowdown,
+    ServerHost,
     SlowPath,
     Traffic,
 )
@@ -91,6 +92,7 @@ SECTIONS: dict[type, tuple[str, str]] = {
     SizeClass: ("size class", "size-class"),
     Cluster: ("cluster", "cluster"),
     Host: ("host", "host"),
+    ServerHost: ("host without workers", "server-host"),
     AlgorithmCost: ("algorithm cost", "algorithm-cost"),
     MessageCost: ("message cost", "message-cost"),
     CodecCost: ("codec cost", "codec-cost"),
@@ -99,7 +101,17 @@ SECTIONS: dict[type, tuple[str, str]] = {
     Traffic: ("traffic", "traffic"),
     SlowPath: ("path", "path"),
 }
-OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, CodecCost, PassSlowdown, NcclModel, Traffic, SlowPath)
+OF_CLUSTERS = (
+    Host,
+    ServerHost,
+    AlgorithmCost,
+    MessageCost,
+    CodecCost,
+    PassSlowdown,
+    NcclModel,
+    Traffic,
+    SlowPath,
+)
 LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "min_length": "length at least"}
 LIMITS |= {"max_length": "length at most"}
 

@@ -22,7 +22,7 @@ from headway.replayer.uncertainty import UNMEASURED, unfitted
 from headway.replayer.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
-from headway.strategies.registry import plugin_of
+from headway.strategies.registry import carried_out_by, plugin_of
 
 CHANCE_STEPS = 40  # that are played where some are slow by chance
 
@@ -38,8 +38,9 @@ class Prediction:
     the share of the throughput that as many workers would have if each computed its whole step by itself; it is at
     most 1, though a strategy that hides updates may be faster than that. ``exposed_ms`` is the communication that
     computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
-    ``changes_training`` says what the strategy changes of what is trained, and ``permissions`` are those that it
-    needs. ``is_mean_iteration`` says that ranks do not finish their steps together. ``samples`` is a worker's batch.
+    ``ignored`` says what of the strategy the cluster's library ignores or refuses. ``changes_training`` says what the
+    strategy changes of what is trained, and ``permissions`` are those that it needs. ``is_mean_iteration`` says that
+    ranks do not finish their steps together. ``samples`` is a worker's batch.
     """
 
     workers: int
@@ -54,6 +55,7 @@ class Prediction:
     peak_bytes: int
     operations: int
     notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     changes_training: str = ""
     permissions: tuple[str, ...] = ()
     is_mean_iteration: bool = False
@@ -124,6 +126,7 @@ def predict(
         peak_bytes=held_bytes,
         operations=played.operations,
         notes=notes,
+        ignored=carried_out_by(strategy, cluster.library)[1],
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
         samples=workload.samples,
@@ -185,6 +188,7 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         peak_bytes=peak_bytes(job, strategy, strategy.decide(job)),
         operations=outcome.operations,
         notes=(outcome.describe(),),
+        ignored=carried_out_by(strategy, job.on.library)[1],
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
         is_mean_iteration=True,

@@ -15,16 +15,30 @@ from headway.prediction.workload import Workload
 from headway.strategies import registry
 from headway.strategies.base import Strategy
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.units import alternatives, options_in
 
-FORM = "a name with options, as in ddp, ddp:bucket_cap_mb=10 or decoupled:gather=gradients, or a plan file"
+FORM = (
+    "a name with options, as in ddp, ddp:bucket_cap_mb=10, ddp:bucket_caps_mb=[1,25] or decoupled:gather=gradients, "
+    "or a plan file"
+)
+MOST_ALTERNATIVES = 64
 
 
 def strategies_named(texts: Iterable[str], workload: Workload) -> dict[str, Strategy]:
     """The strategies that ``texts`` name, each under its text; the usual ones for none.
 
-    Raises UserError for a name or an option that there is not, PlanError for a plan that was made for another model.
+    A text with alternatives, as in ``ddp:bucket_cap_mb=5|25``, names a strategy for each. Raises UserError for a name
+    or an option that there is not, PlanError for a plan that was made for another model.
     """
-    return {text: _named(text, workload) for text in (tuple(texts) or usual())}
+    return {
+        each: _named(each, workload)
+        for text in (tuple(texts) or usual())
+        for each in ([text] if _is_plan_file(text) else alternatives(text, MOST_ALTERNATIVES, "--strategy"))
+    }
+
+
+def _is_plan_file(text: str) -> bool:
+    return Path(text).suffix in (".yaml", ".yml")
 
 
 def usual() -> tuple[str, ...]:
@@ -37,7 +51,7 @@ def usual() -> tuple[str, ...]:
 
 
 def _named(text: str, workload: Workload) -> Strategy:
-    if Path(text).suffix in (".yaml", ".yml"):
+    if _is_plan_file(text):
         plan = Plan.load(text)
         plan.check(workload.spec, plan.world_size)
         if plan.passes:
@@ -58,10 +72,7 @@ def _named(text: str, workload: Workload) -> Strategy:
             fix=did_you_mean(name, registry.names()),
         )
     given: dict[str, object] = {}
-    for option in filter(None, options.split(",")):
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise UserError("--strategy cannot be read", got=repr(text), expected=FORM)
+    for key, value in options_in(options, f"--strategy {name}"):
         if key in given:
             raise UserError(
                 f"--strategy {name}: {key} is given twice", got=repr(text), expected="one of them"

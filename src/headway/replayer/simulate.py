@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from headway.cluster import Cluster
 from headway.collectives.resources import ClusterResources
+from headway.collectives.servers import EVENLY
 from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.disturbance import play_disturbed
@@ -30,7 +31,7 @@ from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.building import OperationGraph
 from headway.simulation.engine import PlayedTimes
 from headway.strategies.base import Strategy, decided, fits
-from headway.strategies.registry import plugin_of
+from headway.strategies.registry import carried_out_by, plugin_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +152,11 @@ class Simulator:
         cluster, computation = job.on, job.steps
         check_dimension(job, strategy)
         check_members_stay(job, strategy)
+        with asking("strategy", strategy):
+            strategy, _ = carried_out_by(strategy, cluster.library)
         schedule = decided(strategy, job)
+        serving = schedule.serving if isinstance(schedule, BucketSchedule) else EVENLY
+        cluster = cluster.with_server_hosts(serving.hosts or 0)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
         alike = (
@@ -160,7 +165,8 @@ class Simulator:
             and not job.incidents.slow_share
             and may_fold(known)
             and isinstance(schedule, BucketSchedule)
-            and not schedule.serving.shares  # which differ from rank to rank
+            and not serving.shares  # which differ from rank to rank
+            and serving.hosts is None
             and schedule.algorithms.repeat
         )
         period = period_of(cluster, draws * len(known)) if alike else cluster.world_size

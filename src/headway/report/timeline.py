@@ -14,13 +14,14 @@ import numpy as np
 from headway.errors import UserError, how_to_install
 from headway.report import words
 from headway.report.drawing import COMMUNICATION, OPERATORS, Box, Drawing, RankView
-from headway.report.history import Bar, History
 from headway.report.words import kind_label
 from headway.trace.events import Kind
 
 if TYPE_CHECKING:
     from bokeh.models import LayoutDOM
     from bokeh.plotting import figure as Figure  # noqa: N812
+
+    from headway.report.history import Bar, History
 
 
 PITCH = 2.0  # from one rank to the next

@@ -143,6 +143,15 @@ class StrategyPlugin(ABC, Generic[S]):
         del job
         return strategy
 
+    def carried_out_by(self, strategy: S, library: str) -> tuple[Strategy, Sequence[str]]:
+        """What ``strategy`` comes to where ``library`` has the collectives, and what of it that ignores or refuses.
+
+        The former is what predictions are of; the latter are sentences without a full stop, about options alone. By
+        default nothing is ignored.
+        """
+        del library
+        return strategy, ()
+
     def without_own_costs(self, cluster: Cluster) -> Cluster:
         """``cluster`` without those measured costs that recordings under this strategy already contain."""
         return cluster

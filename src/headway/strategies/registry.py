@@ -96,6 +96,12 @@ def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:
     return _plugin(strategy.name)
 
 
+def carried_out_by(strategy: Strategy, library: str) -> tuple[Strategy, tuple[str, ...]]:
+    """What ``strategy`` comes to where ``library`` has the collectives, and what of it that ignores or refuses."""
+    happening, ignored = plugin_of(strategy).carried_out_by(strategy, library)
+    return happening, tuple(ignored)
+
+
 def adapting(strategy: Strategy) -> Strategy | None:
     """One that begins as ``strategy`` and changes while the job trains as its world does; None where none can."""
     first = plugin_of(strategy)

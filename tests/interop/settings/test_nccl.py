@@ -8,7 +8,7 @@ import pytest
 from tests.interop.settings.plans import BY_NAME, asked, meshed, of_tables, piped
 from tests.interop.settings.tuner_reader import COLLECTIVES, Choice, answer
 
-from headway.cluster import Cluster, Host
+from headway.cluster import AlgorithmCost, Cluster, Host, NcclModel
 from headway.collectives.selection import SizeClass
 from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
@@ -78,6 +78,45 @@ def test_a_plan_that_leaves_algorithms_to_the_library_needs_no_settings(
 def test_as_replayed_fixes_the_protocol_too() -> None:
     found = nccl.nccl(asked("ddp", collectives=AS_REPLAYED))
     assert found.environment == {"NCCL_ALGO": "allreduce:ring", "NCCL_PROTO": "allreduce:simple"}
+
+
+def on_slow_trees(plan: Asked, tree_factor: float = 3.0, fit_error: float = 0.0) -> Asked:
+    """The plan on four hosts of eight H100 whose trees take longer than NCCL expects."""
+    cluster = Cluster(
+        hosts=tuple(Host(name=f"h{at}", workers=8, up_gbps=3072, down_gbps=3072) for at in range(4)),
+        library="nccl",
+        nccl=NcclModel(tree_factor=tree_factor),
+        algorithms={"nccl-all-reduce": AlgorithmCost(fit_error=fit_error)},
+    )
+    return replace(plan, plan=plan.plan.model_copy(update={"cluster": cluster}))
+
+
+def test_where_nccl_expects_wrongly_its_choice_is_changed() -> None:
+    """A tree with LL takes 107 us for 16 kB there, and a ring with LL 80 us."""
+    found = nccl.nccl(on_slow_trees(asked("ddp", ranks=32)))
+    assert found.environment == {"NCCL_ALGO": "allreduce:ring", "NCCL_PROTO": "allreduce:ll"}
+    assert "1.3 times as fast" in found.cautions[0]
+    table = nccl.nccl(on_slow_trees(asked("ddp", ranks=32, collectives=CHANNELS))).files[nccl.FILE]
+    assert answer(table, "allreduce", 16_160, 4, 32) == Choice("ring", "ll", 8)
+    assert answer(table, "allgather", 16_160, 4, 32) == Choice("ring", "simple", 8)
+
+
+@pytest.mark.parametrize(("tree_factor", "fit_error"), [(1.0, 0.05), (3.0, 0.5)])
+def test_nothing_is_set_for_what_the_model_cannot_tell_apart(tree_factor: float, fit_error: float) -> None:
+    for options in (None, AS_REPLAYED, CHANNELS):
+        found = nccl.nccl(on_slow_trees(asked("ddp", ranks=32, collectives=options), tree_factor, fit_error))
+        assert (found.environment, found.files) == ({}, {})
+        assert f"the model's error, {fit_error:.0%}" in found.gist
+        assert "--as-replayed fixes nothing" in found.use
+
+
+def test_sizes_that_are_not_known_are_asked_for() -> None:
+    found = nccl.nccl(on_slow_trees(asked("ddp", ranks=32, traced=False)))
+    assert not found.environment
+    assert "--trace" in found.use
+    assert "leaves the choice" in nccl.nccl(on_slow_trees(asked("ddp", ranks=4))).gist, (
+        "not the whole cluster"
+    )
 
 
 def test_the_table_of_nccl_leaves_nothing_to_its_tuner() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from headway.coordination.generator import GroupGenerator, Worker
 from headway.coordination.generators.factory import generator_of, options_of
 from headway.errors import PlanError
+from headway.units import options_in
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,7 @@ class GeneratorChoice:
     def parse(cls, text: str, seed: int) -> GeneratorChoice:
         """The one that NAME, or NAME:OPTION=VALUE,…, means. Raises PlanError where it means none."""
         name, _, rest = text.partition(":")
-        options: dict[str, Any] = {}
-        for part in filter(None, rest.split(",")):
-            key, equals, value = part.partition("=")
-            if not equals:
-                raise PlanError(
-                    "an option of a generator has no value", got=part, expected="NAME:OPTION=VALUE,…"
-                )
-            options[key.strip()] = value.strip()
+        options = dict(options_in(rest, f"groups {name}", PlanError))
         return cls(name, options, seed)
 
     def make(self, hosts: Mapping[Worker, str]) -> GroupGenerator:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.collectives.algorithms import NCCL
-from headway.compression.cast import Cast
+from headway.compression.cast import is_only_cast
 from headway.compression.codec import takes_all
 from headway.compression.registry import proposed as proposed_codecs
 from headway.graph.step_layout import profile_of
@@ -57,7 +57,7 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
         capped = [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in CAPS_MB]
         codecs = proposed_codecs() if job.has_parameters and takes_all(job.model) else ()
         if job.on.library == NCCL:  # casting is all that is done there
-            codecs = tuple(each for each in codecs if isinstance(each, Cast))
+            codecs = tuple(each for each in codecs if is_only_cast(each))
         compressed = [
             DistributedDataParallelStrategy(bucket_cap_mb=cap, wire=(codec,))
             for codec in codecs
@@ -65,6 +65,15 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
         ]
         proposed = (DistributedDataParallelStrategy(), *capped, *_done_earliest(job), *compressed)
         return Proposal.within(proposed, bound_of(job, "all-reduce"))
+
+    def carried_out_by(
+        self, strategy: DistributedDataParallelStrategy, library: str
+    ) -> tuple[DistributedDataParallelStrategy, Sequence[str]]:
+        if library != NCCL or all(each is None or is_only_cast(each) for each in strategy.wire):
+            return strategy, ()
+        wire = tuple(each if each is not None and is_only_cast(each) else None for each in strategy.wire)
+        said = "wire: codecs that do more than cast are for parameters on the CPU; this is without them"
+        return strategy.model_copy(update={"wire": wire if any(wire) else ()}), (said,)
 
     def explain(self, before: Strategy, after: DistributedDataParallelStrategy) -> Sequence[str]:
         had = before.wire if isinstance(before, DistributedDataParallelStrategy) else ()

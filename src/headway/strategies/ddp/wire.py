@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.compression.cast import Cast
+from headway.compression.cast import Cast, is_only_cast
 from headway.compression.codec import FLOATS
 from headway.errors import UnsupportedError
 from headway.strategies.ddp.compressed import Compressing, send_bucket
@@ -35,7 +35,7 @@ def check(module: nn.Module, strategy: DistributedDataParallelStrategy) -> None:
             )  # fmt: skip
     check_dense_gradients(module, "Leave out wire.")
     elsewhere = sorted({str(p.device) for _, p in trained if p.device.type != "cpu"})
-    others = [each.describe() for each in strategy.wire if each is not None and not _only_cast(each)]
+    others = [each.describe() for each in strategy.wire if each is not None and not is_only_cast(each)]
     if elsewhere and others:
         raise UnsupportedError(
             "codecs that do more than cast are for parameters on the CPU",
@@ -80,10 +80,6 @@ def compressing_of(wrapped: nn.Module) -> Compressing | None:
     """What sends the buckets of ``wrapped``, where channels do."""
     found: Compressing | None = getattr(wrapped, _COMPRESSING, None)
     return found
-
-
-def _only_cast(codec: object) -> bool:
-    return isinstance(codec, Cast) and not codec.error_feedback
 
 
 def _reduce(

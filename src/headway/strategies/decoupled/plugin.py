@@ -64,6 +64,28 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
     def as_run(self, strategy: DecoupledStrategy, job: Job) -> Strategy:
         return as_run(strategy, job) if strategy.begin_as is None else strategy.begin_as
 
+    def carried_out_by(
+        self, strategy: DecoupledStrategy, library: str
+    ) -> tuple[DecoupledStrategy, Sequence[str]]:
+        if library != NCCL:
+            return strategy, ()
+        stock = DecoupledStrategy()
+        chosen = ("reduce_scatter", "all_gather", "by_size", "ring_order")
+        ignored = [name for name in chosen if getattr(strategy, name) != getattr(stock, name)]
+        said = []
+        if ignored:
+            said.append(f"{', '.join(ignored)}: NCCL chooses algorithms by itself, and ignores this")
+        if strategy.wire is not None:
+            said.append("wire: the decoupled all-reduce casts gradients on the CPU alone; this is without")
+        begins = strategy.begin_as
+        if isinstance(begins, ParameterServerStrategy):
+            said.append("begin_as: parameter servers are for parameters on the CPU; this is without")
+            begins = None
+        if not said:
+            return strategy, ()
+        kept = {name: getattr(stock, name) for name in (*chosen, "wire")}
+        return strategy.model_copy(update={**kept, "begin_as": begins}), said
+
     def without_own_costs(self, cluster: Cluster) -> Cluster:
         own = (*RUNTIME_COSTS, BACKGROUND_UPDATE)
         kept = {name: cost for name, cost in cluster.algorithms.items() if name not in own}

@@ -108,6 +108,8 @@ class DecoupledStrategy(Strategy):
             )
         if self.begin_as is not None and (not self.adapt or has_wire(self.begin_as)):
             raise ValueError("begin_as is for adapt: true, and has no wire")
+        if getattr(self.begin_as, "servers", None) is not None:
+            raise ValueError("begin_as has no servers on hosts, which are predicted alone")
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
             raise ValueError("by_size is not in ascending order of size_bytes")

@@ -15,6 +15,8 @@ def footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Fo
     """What the rank holds that serves most. Raises PlanError for shares of others than ``world_size`` ranks."""
     schedule.serving.check(world_size)
     stock = ddp.footprint(model, schedule, world_size)
+    if schedule.serving.hosts is not None:
+        return stock  # what serves is apart from the workers
     largest: dict[str, int] = {}  # bucket of each type, which has scratch memory of its own
     for bucket in schedule.buckets:
         largest[bucket.dtype] = max(bucket.size_bytes, largest.get(bucket.dtype, 0))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.collectives.algorithms import NCCL, SERVERS
+from headway.collectives.server_hosts import pieces_of
 from headway.collectives.servers import EVENLY
 from headway.job import Job
 from headway.planning.bound import bound_of
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
 
+ON_CPUS = "headway run has parameter servers for parameters on the CPU, and refuses them where NCCL is used"
+PREDICTED = "servers on hosts are predicted alone: headway run refuses such a plan"
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 PIECES_OF_UNEQUAL = (4, 16)
 
@@ -44,8 +47,12 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
     def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
-        """As many as each key has pieces."""
-        return len(schedule.buckets) * schedule.serving.pieces
+        """As many as each key has pieces; where hosts serve, each takes some operations of each."""
+        servers = schedule.serving.hosts
+        if servers is None:
+            return len(schedule.buckets) * schedule.serving.pieces
+        pieces = sum(pieces_of(bucket.size_bytes) for bucket in schedule.buckets)
+        return -(-pieces * 3 * (world_size + servers) // world_size**2)
 
     def propose(self, job: Job) -> Proposal:
         """Keys of a few sizes, where a probe has measured servers; where links are unequal with unequal shares too.
@@ -68,6 +75,13 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
                 if cap / pieces >= LEAST_PIECE_MB
             ]
         return Proposal.within(tuple(proposed), bound_of(job, "all-reduce"))
+
+    def carried_out_by(
+        self, strategy: ParameterServerStrategy, library: str
+    ) -> tuple[ParameterServerStrategy, Sequence[str]]:
+        if strategy.servers is not None:
+            return strategy, (PREDICTED,)
+        return strategy, (ON_CPUS,) if library == NCCL else ()
 
     def explain(self, before: Strategy, after: ParameterServerStrategy) -> Sequence[str]:
         had = before.serving if isinstance(before, ParameterServerStrategy) else EVENLY

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headway.collectives.servers import Serving
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import Cap, DistributedDataParallelStrategy
+from headway.units import counted
 
 LEAST_PIECE_MB = 1 / 16
 """Of a key, where plans are proposed: more and smaller messages cost the cores more than is predicted of them."""
@@ -35,6 +36,17 @@ class ParameterServerStrategy(Strategy):
     """In how many pieces a worker's share of a key is pushed and pulled: while one is pulled the next is pushed. That
     gains with unequal shares alone."""
 
+    servers: int | None = Field(default=None, ge=0, le=4096)
+    """For predictions alone: on how many hosts without workers there are servers besides, as BytePS has them. Workers
+    of a host then add up first, over the host's own links, and hosts push and pull for all of theirs. Null has every
+    worker serve by itself."""
+
+    @model_validator(mode="after")
+    def _hosts_serve_by_their_links(self) -> Self:
+        if self.servers is not None and (self.shares or self.pieces != 1):
+            raise ValueError("servers excludes shares and pieces, which follow from it")
+        return self
+
     def decide(self, job: Job) -> BucketSchedule:
         """Assign keys as DDP assigns buckets."""
         buckets = self.bucketing().decide(job).buckets
@@ -43,7 +55,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def serving(self) -> Serving:
         """How workers share the work."""
-        return Serving(self.shares, self.pieces)
+        return Serving(self.shares, self.pieces, self.servers)
 
     def bucketing(self) -> DistributedDataParallelStrategy:
         """What cuts gradients into keys."""
@@ -51,7 +63,10 @@ class ParameterServerStrategy(Strategy):
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""
-        said = f"parameter servers, keys of {self.bucket_cap_mb:g} MiB"
+        said = "parameter servers"
+        if self.servers is not None:
+            said += f" on the workers' hosts and {counted(self.servers, 'host')} more"
+        said += f", keys of {self.bucket_cap_mb:g} MiB"
         said += f", {self.channels} channels" if self.channels > 1 else ""
         return said + (f", {self.shares_in_words}" if self.shares_in_words else "")
 

@@ -30,4 +30,6 @@ class Reactions(ddp.Reactions):
     def selection(self, size_bytes: int) -> Selection:
         """Push and pull."""
         serving = self._graph.schedule.serving
-        return Selection(SERVERS, ALL_REDUCE, serving.pieces, shares=serving.shares)
+        return Selection(
+            SERVERS, ALL_REDUCE, serving.pieces, shares=serving.shares, server_hosts=serving.hosts
+        )

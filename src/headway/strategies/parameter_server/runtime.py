@@ -47,11 +47,22 @@ def check(module: nn.Module, strategy: ParameterServerStrategy, given: Mapping[s
     Raises UnsupportedError for parameters that are not on the CPU and for sparse gradients, UserError where ranks have
     other parameters, or the same in another order: DDP itself says so on one rank alone, and others wait for it.
     """
+    check_runs(strategy)
     check_module(module)
     group = existing_group(given.get("process_group"))
     replicas.check_agreement(
         model_spec(module), strategy, group, wiring_of(torch.device("cpu"), group).messages
     )
+
+
+def check_runs(strategy: ParameterServerStrategy) -> None:
+    """Raise UnsupportedError for servers that are predicted alone."""
+    if strategy.servers is not None:
+        raise UnsupportedError(
+            "servers on hosts, with or without workers, are predicted and cannot be run yet",
+            got=f"servers: {strategy.servers}", expected="servers: null, where each worker is a server",
+            fix="Leave out servers, or use ddp or decoupled.",
+        )  # fmt: skip
 
 
 def check_module(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_REDUCE
-from headway.collectives.selection import Selection
+from headway.collectives.selection import Selection, native
 from headway.coordination.generator import Grant, GroupGenerator
 from headway.coordination.generators.factory import generator_of
 from headway.coordination.matrices import Consensus, iterations_to_mix
@@ -141,8 +141,8 @@ class CoSimulation:
         )
 
     def selection(self, members: Sequence[int]) -> Selection:
-        """How a group all-reduces: as the library does."""
-        return self.graph.selection_of(ALL_REDUCE, self._size_bytes, members)
+        """How a group all-reduces: over connections of Gloo's, whatever the library (``contexts``)."""
+        return native(ALL_REDUCE, self._size_bytes, len(members))
 
     # The decider.
 

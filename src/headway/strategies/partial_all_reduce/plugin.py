@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from headway.collectives.algorithms import NCCL
 from headway.errors import UnsupportedError
 from headway.job import Job
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from headway.graph.step_layout import StepLayout
 
 
+BY_GLOO = "groups average on the CPU over connections of Gloo's, not by NCCL, whose costs and rates may not hold there"
+
+
 class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
     policy = PartialAllReduceStrategy
     simulates_incidents = True
@@ -43,6 +47,11 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
         from headway.strategies.partial_all_reduce.horizon import over_a_horizon
 
         return over_a_horizon(job, strategy)
+
+    def carried_out_by(
+        self, strategy: PartialAllReduceStrategy, library: str
+    ) -> tuple[PartialAllReduceStrategy, Sequence[str]]:
+        return strategy, (BY_GLOO,) if library == NCCL else ()
 
     def propose(self, job: Job) -> Proposal:
         """A handful of generators, sizes and staleness, for users who permit plans that change what is trained."""

@@ -75,6 +75,10 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         data = plugin_of(strategy.data).as_run(strategy.data, job)
         return strategy if data == strategy.data else strategy.model_copy(update={"data": data})
 
+    def carried_out_by(self, strategy: MeshStrategy, library: str) -> tuple[MeshStrategy, Sequence[str]]:
+        data, ignored = plugin_of(strategy.data).carried_out_by(strategy.data, library)
+        return (strategy.model_copy(update={"data": data}) if ignored else strategy), ignored
+
     def explain(self, before: Strategy, after: MeshStrategy) -> Sequence[str]:
         if not isinstance(before, MeshStrategy):
             return ()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from headway.collectives.algorithms import NCCL
 from headway.job import Job
 from headway.scheduling.shards import ShardSchedule
 from headway.strategies.data_parallel.asynchronous_servers import footprint
@@ -32,6 +34,12 @@ class _Plugin(UnreducedPlugin[AsynchronousServersStrategy]):
         from headway.strategies.data_parallel.asynchronous_servers.horizon import over_a_horizon
 
         return over_a_horizon(job, strategy.decide(job))
+
+    def carried_out_by(
+        self, strategy: AsynchronousServersStrategy, library: str
+    ) -> tuple[AsynchronousServersStrategy, Sequence[str]]:
+        said = "headway run has asynchronous servers for parameters on the CPU, and refuses them where NCCL is used"
+        return strategy, (said,) if library == NCCL else ()
 
     def footprint(self, job: Job, schedule: ShardSchedule, stage: int) -> Footprint:
         return footprint.footprint(job.stages[stage], schedule)
