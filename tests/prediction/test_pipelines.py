@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from headway.cluster import Cluster, Host
+from headway.cluster import Cluster, Host, SlowPath
 from headway.errors import UserError
 from headway.prediction.models import workload_named
-from headway.prediction.pipelines import PredictedPipeline, play_pipeline
+from headway.prediction.pipelines import PlacedPipelines, PlacedStage, PredictedPipeline, play_pipeline
 from headway.prediction.replayed import predict
 from headway.prediction.scaling import scaling
 from headway.prediction.strategies import strategies_named
 from headway.prediction.workload import Workload
+from headway.strategies.pipeline import cut_job
 
 
 def a_workload() -> Workload:
@@ -60,6 +61,75 @@ def test_stages_are_placed_along_fast_links() -> None:
     placed = [note for note in found.notes if "order of hosts" in note]
     assert placed
     assert placed[0].split("hosts ")[1].split(", ")[1] != "h1"
+
+
+def two_sites(workers: int = 1, slow_gbps: float = 0.5, latency_us: float | None = None) -> Cluster:
+    """Hosts of two sites in turn, with slow paths between the sites."""
+    names = ["a1", "b1", "a2", "b2", "a3", "b3", "a4", "b4"]
+    hosts = tuple(Host(name=name, workers=workers, up_gbps=10, down_gbps=10) for name in names)
+    paths = tuple(
+        SlowPath(source=one, target=other, gbps=slow_gbps, latency_us=latency_us)
+        for one in names
+        for other in names
+        if one[0] != other[0]
+    )
+    return Cluster(hosts=hosts, paths=paths, latency_us=50, library="nccl")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        (PredictedPipeline(micro_batches=8), 1),
+        (PredictedPipeline(stages=4, micro_batches=4), 1),
+        (PredictedPipeline(stages=2, micro_batches=2), 2),
+    ],
+)
+def test_stages_cross_slow_paths_as_seldom_as_possible(
+    strategy: PredictedPipeline, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of hosts is found that has one site after the other, with replicas too."""
+    cluster = two_sites(workers)
+    found = predict(a_workload(), cluster, "pipeline", strategy)
+    assert found.pipelines is not None
+    sites = [name[0] for name in found.pipelines.hosts]
+    assert sites in (["a"] * 4 + ["b"] * 4, ["b"] * 4 + ["a"] * 4)
+    monkeypatch.setattr(cut_job, "order_for", lambda cluster, *_others: tuple(range(len(cluster.hosts))))
+    monkeypatch.setattr(cut_job, "EXACT", 0)
+    as_named = predict(a_workload(), cluster, "pipeline", strategy)
+    assert found.step_ms < (0.75 if workers == 1 else 1.0) * as_named.step_ms
+
+
+def test_longer_paths_count_as_slower_ones_do() -> None:
+    strategy = PredictedPipeline(micro_batches=8)
+    near, far = (
+        predict(a_workload(), two_sites(slow_gbps=10, latency_us=us), "pipeline", strategy)
+        for us in (None, 50_000)
+    )
+    assert far.pipelines is not None
+    assert [name[0] for name in far.pipelines.hosts] == sorted(name[0] for name in far.pipelines.hosts)
+    assert 100 <= far.step_ms - near.step_ms < 200  # there and back once
+
+
+def test_the_answer_says_which_host_has_which_stage() -> None:
+    found = predict(a_workload(), a_cluster(*(10.0,) * 4), "pipeline", PredictedPipeline(stages=2))
+    document = found.to_document()["pipelines"]
+    assert sorted(document["mesh"].items()) == [("data", 2), ("pipeline", 2)]
+    assert [stage["stage"] for stage in document["stages"]] == [0, 1]
+    assert sorted(name for stage in document["stages"] for name in stage["hosts"]) == ["h0", "h1", "h2", "h3"]
+    assert "stage 0 on h" in found.notes[1]
+    many = PlacedPipelines(
+        {"pipeline": 2, "data": 20},
+        8,
+        tuple(f"h{i}" for i in range(40)),
+        (
+            PlacedStage(0, "a", tuple(f"h{i}" for i in range(20))),
+            PlacedStage(1, "b", tuple(f"h{i}" for i in range(20, 40))),
+        ),
+    )
+    assert (
+        many.describe()
+        == "stage 0 on 20 hosts from h0 to h19, and so on to stage 1 on 20 hosts from h20 to h39"
+    )
 
 
 @pytest.mark.parametrize(

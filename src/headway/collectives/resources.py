@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import cast
@@ -10,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from headway.arrays import Ints
-from headway.cluster import AlgorithmCost, Cluster, Traffic
+from headway.cluster import AlgorithmCost, Cluster, Traffic, Ways
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.columns import ProgramColumns, columns_of, message_bytes
 from headway.collectives.nccl import Kind, choose, fabric_of
@@ -53,8 +52,7 @@ class ClusterResources:
         self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
         self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
         self._most_gbps = float(max(self._up_gbps.max(), self._down_gbps.max()))
-        places = {host.name: index for index, host in enumerate(cluster.hosts)}
-        self._path_gbps = {(places[p.source], places[p.target]): p.gbps for p in cluster.paths}
+        self._ways = Ways(cluster)
 
     @property
     def world_size(self) -> int:
@@ -153,9 +151,10 @@ class ClusterResources:
         table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
         source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
         between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
-        for (one, other), gbps in self._path_gbps.items():
-            here = (source == one) & (target == other)
-            between_gbps[here] = np.minimum(between_gbps[here], gbps)
+        for (one, other), path in self._ways.paths.items():
+            if path.gbps is not None:
+                here = (source == one) & (target == other)
+                between_gbps[here] = np.minimum(between_gbps[here], path.gbps)
         rate_gbps = np.where(source == target, self.cluster.local_gbps, between_gbps)
         duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
         if duration_ns.size and duration_ns.max() >= LATEST_NS:
@@ -206,16 +205,10 @@ class ClusterResources:
         where it takes longer than can be counted.
         """
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
-        rate_gbps = self.cluster.local_gbps if source == target else self._between_gbps(source, target)
-        duration_ns = round(size_bytes * 8 / rate_gbps)
+        duration_ns = round(size_bytes * 8 / self._ways.gbps(source, target))
         if duration_ns >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return duration_ns, self._routes_between(sender, receiver, connection, 0.0)[size_bytes > 0]
-
-    def _between_gbps(self, source: int, target: int) -> float:
-        """What one connection from a host to another one gets at most."""
-        links_gbps = float(min(self._up_gbps[source], self._down_gbps[target]))
-        return min(links_gbps, self._path_gbps.get((source, target), math.inf))
 
     def _routes_between(
         self, sender: int, receiver: int, connection: int, later_us: float
@@ -224,7 +217,7 @@ class ClusterResources:
         cluster, hosts = self.cluster, self._hosts
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
-        latency_ns = round(((cluster.local_latency_us if local else cluster.latency_us) + later_us) * 1e3)
+        latency_ns = round((self._ways.latency_us(source, target) + later_us) * 1e3)
         queue = (
             0
             if cluster.sharing == "queued"
@@ -235,7 +228,7 @@ class ClusterResources:
             return empty, self.routes.number(
                 2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns
             )
-        rate_gbps = self._between_gbps(source, target)
+        rate_gbps = self._ways.gbps(source, target)
         return empty, self.routes.number(
             2 * source,
             2 * (target % hosts) + 1,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from pydantic import Field
@@ -32,7 +33,8 @@ from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 
 MICRO_BATCHES_A_STAGE = 4
-SPLITS = 3  # that are replayed
+SPLITS = 3  # that are replayed, and one that is even
+NAMED_HOSTS = 16
 REPLICATED = {each.name: each for each in (DistributedDataParallelStrategy(), DecoupledStrategy())}
 
 
@@ -51,10 +53,47 @@ class PredictedPipeline(PipelineStrategy):
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedStage:
+    """A stage: the layer that it begins at, and the names of the hosts that have it, those of the replicas in turn."""
+
+    stage: int
+    begins_at: str
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPipelines:
+    """Which workers have which stage: along ``mesh``, the outermost dimension first, over ``hosts`` in this order."""
+
+    mesh: Mapping[str, int]
+    micro_batches: int
+    hosts: tuple[str, ...]
+    stages: tuple[PlacedStage, ...]
+
+    def describe(self) -> str:
+        """Say which host has which stage; of more than ``NAMED_HOSTS`` how many have the first and the last."""
+        if len(self.hosts) > NAMED_HOSTS:
+            first, last = self.stages[0], self.stages[-1]
+            return f"stage 0 on {_span(first.hosts)}, and so on to stage {last.stage} on {_span(last.hosts)}"
+        said = []
+        for hosts, alike in groupby(self.stages, key=lambda stage: stage.hosts):
+            numbers = [stage.stage for stage in alike]
+            several = len(numbers) > 1
+            which = f"stages {numbers[0]} to {numbers[-1]}" if several else f"stage {numbers[0]}"
+            said.append(f"{which} on {', '.join(hosts)}")
+        return "; ".join(said)
+
+
+def _span(hosts: Sequence[str]) -> str:
+    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts from {hosts[0]} to {hosts[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
 class PipelinePlayed:
     """The fastest of the pipelines that were replayed, and what is to be said of it."""
 
     simulation: Simulation
+    placed: PlacedPipelines
     notes: tuple[str, ...]
     tied_bytes: int
 
@@ -70,7 +109,7 @@ def play_pipeline(workload: Workload, cluster: Cluster, strategy: PredictedPipel
     replicas = cluster.world_size // stages
     model = _cut_model(workload)
     layers = split_layers(model, workload.layers, stages / micro_batches)
-    found: list[tuple[Simulation, Split, Cluster]] = []
+    found: list[tuple[Simulation, Split, Mapping[str, int]]] = []
     for mesh, order in places(cluster, layers, stages, replicas, micro_batches):
         placed = reordered(cluster, order)
         ranks = groups_along(mesh, PIPELINE)[0]
@@ -79,19 +118,37 @@ def play_pipeline(workload: Workload, cluster: Cluster, strategy: PredictedPipel
             composed: Strategy = own
             if replicas > 1:
                 composed = MeshStrategy(pipeline=own, data=REPLICATED[strategy.replicas])
-            found.append((simulate(job, composed), each, placed))
-    best, cut, placed = min(found, key=lambda each: each[0].step_ms)
-    names = [workload.layers[end].module for end in cut.ends[:-1]]
+            found.append((simulate(job, composed), each, mesh))
+    best, cut, mesh = min(found, key=lambda each: each[0].step_ms)
+    where = _where(workload, best.job.on, cut, micro_batches, mesh)
+    sizes = " x ".join(f"{size} {name}" for name, size in mesh.items())
     notes = [
         f"{stages} stages of {replicas} {'replicas' if replicas > 1 else 'rank'} each, {micro_batches} micro-batches; "
-        f"stages begin at {', '.join(names)}"
+        f"stages begin at {', '.join(stage.begins_at for stage in where.stages[1:])}",
+        f"mesh: {sizes}; {where.describe()}",
     ]
-    if placed.hosts != cluster.hosts:
-        notes.append(f"stages in the order of hosts {', '.join(host.name for host in placed.hosts)}")
+    if best.job.on.hosts != cluster.hosts and len(cluster.hosts) <= NAMED_HOSTS:
+        notes.append(f"stages in the order of hosts {', '.join(where.hosts)}")
     tied = tied_bytes(model, cut)
     if tied:
         notes.append("the all-reduce of gradients of weights that stages share is in the uncertainty alone")
-    return PipelinePlayed(best, tuple(notes), tied)
+    return PipelinePlayed(best, where, tuple(notes), tied)
+
+
+def _where(
+    workload: Workload, cluster: Cluster, cut: Split, micro_batches: int, mesh: Mapping[str, int]
+) -> PlacedPipelines:
+    names = [cluster.hosts[host].name for host in cluster.host_of_rank]
+    pipelines = groups_along(mesh, PIPELINE)
+    stages = tuple(
+        PlacedStage(
+            stage,
+            workload.layers[cut.layers(stage)[0]].module,
+            tuple(dict.fromkeys(names[ranks[stage % len(ranks)]] for ranks in pipelines)),
+        )
+        for stage in range(len(cut.ends))
+    )
+    return PlacedPipelines(dict(mesh), micro_batches, tuple(host.name for host in cluster.hosts), stages)
 
 
 def _cut_model(workload: Workload) -> CutModel:
@@ -139,4 +196,11 @@ def _splits(
 ) -> tuple[Split, ...]:
     if strategy.split_points:
         return (cut_by_hand(layers, stages, strategy.split_points),)
-    return split(layers, stages, micro_batches, passing(cluster, ranks), keep=SPLITS)
+    # Where messages decide, stages may be uneven at no cost, but what replicas add up is not.
+    even = split(layers, stages, micro_batches, lambda _stage, _size_bytes: 0.0)
+    return tuple(
+        dict.fromkeys(
+            Split(each.ends, 0.0, 0.0)
+            for each in (*split(layers, stages, micro_batches, passing(cluster, ranks), keep=SPLITS), *even)
+        )
+    )

@@ -13,7 +13,7 @@ from headway.errors import UserError
 from headway.graph.timeline import Part
 from headway.job import Job
 from headway.permission import permitted
-from headway.prediction.pipelines import PredictedPipeline, play_pipeline
+from headway.prediction.pipelines import PlacedPipelines, PredictedPipeline, play_pipeline
 from headway.prediction.workload import Workload
 from headway.replayer.memory import peak_bytes
 from headway.replayer.simulate import check_lives_through, simulate
@@ -40,7 +40,7 @@ class Prediction:
     most 1, though a strategy that hides updates may be faster than that. ``exposed_ms`` is the communication that
     computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
     ``changes_training`` says what the strategy changes of what is trained, and ``permissions`` are those that it
-    needs. ``is_mean_iteration`` says that ranks do not finish their steps together.
+    needs. ``is_mean_iteration`` says that ranks do not finish their steps together. ``pipelines`` say where stages are.
     """
 
     workers: int
@@ -58,6 +58,7 @@ class Prediction:
     changes_training: str = ""
     permissions: tuple[str, ...] = ()
     is_mean_iteration: bool = False
+    pipelines: PlacedPipelines | None = None
 
     def recommended(self, allow: Collection[str]) -> bool:
         """Whether its strategy may be chosen with what the user has permitted."""
@@ -89,10 +90,11 @@ def predict(
     if outcome is not None:
         return _of_horizon(workload, job, name, strategy, outcome)
     notes: tuple[str, ...] = ()
-    tied_bytes = 0
+    tied_bytes, placed = 0, None
     if isinstance(strategy, PredictedPipeline):
         pipeline = play_pipeline(workload, cluster, strategy)
         played, notes, tied_bytes = pipeline.simulation, pipeline.notes, pipeline.tied_bytes
+        placed = pipeline.placed
     else:
         played = simulate(job, strategy)
     step_ns = played.step_ms * 1e6
@@ -126,6 +128,7 @@ def predict(
         notes=notes,
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
+        pipelines=placed,
     )
 
 
