@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,6 +60,12 @@ class ClusterResources:
         """How many ranks there are, folded or not."""
         return self.cluster.world_size
 
+    def played(self, members: Sequence[int]) -> int:
+        """How many of ``members``, a group of ranks, are played; others follow these, and repeat what they do."""
+        count = sum(rank < self._ranks for rank in members)
+        assert all(rank < self._ranks for rank in members[:count]), "members that are played come first"
+        return count
+
     @property
     def columns(self) -> Resources:
         """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores."""
@@ -92,15 +99,15 @@ class ClusterResources:
     ) -> tuple[Messages, Messages, Messages]:
         """What a collective costs every rank before its first message, its messages, and their work for receivers.
 
-        It is one of all ranks, or of ``members``, in their order. Most buckets come again, in every step and in the
-        next plan too: a plan that changes one of them has that one laid out.
+        It is one of all ranks, or of ``members``, in their order, of which those are laid out that are played. Most
+        buckets come again, in every step and in the next plan too: a plan that changes one of them has that one laid
+        out.
         """
         key = (program_of, size_bytes, cost, connection, members)
         if key not in self._laid_out:
-            assert not (members and self.folded), "folded ranks have no groups"
-            ranks = np.array(members or range(self._ranks))
+            ranks = np.array(members[: self.played(members)] or range(self._ranks))
             count = len(members) or self.world_size
-            columns = columns_of(program_of, count, self.folded)
+            columns = columns_of(program_of, count, len(ranks) if len(ranks) < count else 0)
             cost = cost.at(size_bytes * columns.message_share)
             sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
             work_us = self._work_us(cost)

@@ -131,21 +131,27 @@ def cut_job(
     micro_batches: int,
     mesh: Mapping[str, int],
     workers: Sequence[int] = (),
+    known_ranks: int | None = None,
 ) -> Job:
     """The job of pipelines of these stages along ``mesh``, on ``cluster``, whose rank ``r`` computes as worker ``r``.
 
     Where ``workers`` are given, rank ``r`` computes as ``workers[r]``. Each pipeline of S stages trains on S workers'
-    batches.
+    batches; where there are more stages than ranks, stage ``s`` is on rank ``s`` modulo their number. Where only the
+    first ``known_ranks`` are known, the others compute as these in turn.
     """
     stages = len(cut.ends)
-    share = stages / micro_batches
+    share = mesh[PIPELINE] / micro_batches
     layers = model.layers
     timelines = {}
     for ranks in groups_along(mesh, PIPELINE):
-        for stage, rank in enumerate(ranks):
+        for first, rank in enumerate(ranks):
+            if known_ranks is not None and rank >= known_ranks:
+                continue
             steps = model.steps(workers[rank] if workers else rank)
             timelines[rank] = tuple(
-                _timeline(model, each, cut, stage, micro_batches, (rank, number))
+                _timeline(
+                    model, each, cut, range(first, stages, len(ranks)), micro_batches, share, (rank, number)
+                )
                 for number, each in enumerate(steps)
             )
     return Job(
@@ -183,10 +189,33 @@ def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
 
 
 def _timeline(
-    model: CutModel, step: LayerStep, cut: Split, stage: int, micro_batches: int, at: tuple[int, int]
+    model: CutModel,
+    step: LayerStep,
+    cut: Split,
+    stages: Sequence[int],
+    micro_batches: int,
+    share: float,
+    at: tuple[int, int],
 ) -> Timeline:
-    """A step of a stage (``at``: its rank and number): micro-batches there, and back; the last readies gradients."""
-    share = len(cut.ends) / micro_batches
+    """A step of a rank with ``stages`` (``at``: its rank and the step's number), the update last."""
+    items: list[Item] = []
+    held = 0
+    for stage in stages:
+        items += _passes(model, step, cut, stage, micro_batches, share)
+        layers = [step.layers[index] for index in cut.layers(stage)]
+        uses = {model.aliases.get(name, name) for layer in layers for name in layer.parameters}
+        held += sum(model.spec.by_name[name].size_bytes for name in uses)
+    update_ns = round(step.optimizer_ns * held / max(1, model.spec.size_bytes))
+    items += [Item(Point.STEP), Item(Part.OPTIMIZER, "", update_ns)]
+    if step.rest_ns:
+        items.append(Item(Part.REST, "", step.rest_ns))
+    return Timeline(*at, tuple(items))
+
+
+def _passes(
+    model: CutModel, step: LayerStep, cut: Split, stage: int, micro_batches: int, share: float
+) -> list[Item]:
+    """Those of a stage: micro-batches there, and back; the last readies gradients."""
     layers = [step.layers[index] for index in cut.layers(stage)]
     loss_ns = step.loss_ns if stage == len(cut.ends) - 1 else 0
     items = []
@@ -208,7 +237,6 @@ def _timeline(
         items += along(Part.BACKWARD, each, [sum(layer.backward_ns for layer in layers)])
     last = micro_batches - 1
     uses = [model.aliases.get(name, name) for layer in layers for name in layer.parameters]
-    held = sum(model.spec.by_name[name].size_bytes for name in set(uses))
     stretches = along(Part.BACKWARD, last, [layer.backward_ns for layer in reversed(layers)])
     for layer, stretch in zip(reversed(layers), stretches, strict=True):
         items.append(stretch)
@@ -218,11 +246,7 @@ def _timeline(
             if known not in uses:
                 items.append(Item(Point.READY, name, stage=stage, micro_batch=last))
     items.append(Item(Point.BACKWARD_END, stage=stage, micro_batch=last))
-    update_ns = round(step.optimizer_ns * held / max(1, model.spec.size_bytes))
-    items += [Item(Point.STEP), Item(Part.OPTIMIZER, "", update_ns)]
-    if step.rest_ns:
-        items.append(Item(Part.REST, "", step.rest_ns))
-    return Timeline(*at, tuple(items))
+    return items
 
 
 def _modules(model: CutModel, layer: LayerTimes) -> list[str]:
