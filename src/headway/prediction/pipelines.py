@@ -260,10 +260,13 @@ def _notes(
     cluster: Cluster, where: PlacedPipelines, strategy: PredictedPipeline, replicas: int, tied: int
 ) -> Iterator[str]:
     ranks = where.mesh[PIPELINE]
-    interleaved = f" on {ranks} ranks, {strategy.interleave} each" if strategy.interleave > 1 else ""
+    held_by = f" of {replicas} replicas each" if replicas > 1 else " of 1 rank each"
+    if strategy.interleave > 1:
+        held_by = f", {strategy.interleave} on each of {ranks} ranks" + (
+            f",{held_by}" if replicas > 1 else ""
+        )
     yield (
-        f"{len(where.stages)} stages{interleaved} of {replicas} {'replicas' if replicas > 1 else 'rank'} each, "
-        f"{where.micro_batches} micro-batches; stages begin at "
+        f"{len(where.stages)} stages{held_by}, {where.micro_batches} micro-batches; stages begin at "
         f"{', '.join(stage.begins_at for stage in where.stages[1:])}"
     )
     sizes = " x ".join(f"{size} {name}" for name, size in where.mesh.items())
