@@ -32,10 +32,10 @@ from paced_training.stock import ddp_default
 from paced_training.trainer import Trainer
 
 from headway.lab.spec import LabSpec, parse_spec
-from headway.strategies.data_parallel.decoupled.adapting import live
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Alternative
-from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
+from headway.strategies.adaptive.adapting import live
+from headway.strategies.adaptive.tuning.proposals import Alternative
+from headway.strategies.adaptive.tuning.tuner import tune
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 WORKER = "--worker"
 HOSTS = 4

@@ -31,7 +31,7 @@ from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.plan.plan import PlannedModel
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 
 ON_GPU = torch.cuda.is_available()
 WIDTH, DEPTH, HEADS, BATCH = (768, 8, 12, 128) if ON_GPU else (64, 2, 2, 4)

@@ -111,7 +111,7 @@ def _predict(ranks: int) -> dict[str, Any]:
     from headway.prediction.clusters import cluster_named
     from headway.prediction.models import workload_named
     from headway.replayer.simulate import Simulator
-    from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+    from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
     workload = workload_named("resnet50", "a100", "momentum")
     cluster = cluster_named("hdr-200g-nvlink").resized(ranks)

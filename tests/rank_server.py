@@ -42,9 +42,9 @@ IMPORTED = (
 HEADWAY = (
     "headway.integrations.parallelize", "headway.integrations.plan_injection", "headway.recording.attach",
     "headway.strategies.registry", "headway.strategies.data_parallel.asynchronous_servers.runtime",
-    "headway.strategies.data_parallel.decoupled.runtime", "headway.strategies.data_parallel.local_sgd.runtime",
-    "headway.strategies.data_parallel.parameter_server.runtime", "headway.strategies.decentralised.host_wrapper",
-    "headway.strategies.decentralised.wrapper", "headway.strategies.pipeline.runtime",
+    "headway.strategies.decoupled.runtime", "headway.strategies.data_parallel.local_sgd.runtime",
+    "headway.strategies.parameter_server.runtime", "headway.strategies.partial_all_reduce.host_wrapper",
+    "headway.strategies.partial_all_reduce.wrapper", "headway.strategies.pipeline.runtime",
 )  # fmt: skip
 BARE = "bare"  # of a server: without Headway, for references that are computed where it was never imported
 START_LIMIT_S = 60.0

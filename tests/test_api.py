@@ -56,6 +56,17 @@ def test_predict() -> None:
     assert [each.step_ms for each in found] == said
     (one,) = headway.predict("resnet50", "gloo-10gbe", workers=(2,), strategies=[headway.strategy("ddp")])
     assert one.step_ms == found[0].step_ms
+    shared = headway.predict(
+        "resnet50",
+        "gloo-10gbe",
+        workers=(2, 4),
+        strategies=[headway.strategy("ddp")],
+        precision="bf16",
+        global_batch=64,
+    )
+    assert [each.samples for each in shared] == [32, 16]
+    with pytest.raises(headway.UserError, match="does not divide"):
+        headway.predict("resnet50", "gloo-10gbe", workers=(3,), global_batch=64)
 
 
 def test_refusals(recorded: Path) -> None:

@@ -17,7 +17,7 @@ from headway.model import ModelSpec
 from headway.passes.registry import passes
 from headway.plan import Plan
 from headway.strategies import registry
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 Install = Callable[..., None]
 
@@ -138,7 +138,7 @@ def test_a_class_that_lacks_methods_is_left_out_when_it_is_loaded(
     ):
         text = f"from headway import ext\nclass Steep(ext.{base}):\n    name = 'steep'\n"
         if group == "strategies":
-            text += "from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP\n"
+            text += "from headway.strategies.ddp.plugin import PLUGIN as DDP\n"
             text += "class Plugin(type(DDP)):\n    policy = Steep\nPLUGIN = Plugin()\n"
         where = f"lacking{number}"
         named = "PLUGIN" if group == "strategies" else "Steep"

@@ -31,7 +31,8 @@ SIGNATURES = {
     ),
     "predict": (
         "(model: str, cluster: Cluster | str, *, strategies: Sequence[Strategy] = (), workers: Sequence[int] = (), "
-        "device: str | None = None, optimizer: str = 'momentum') -> list[Prediction]"
+        "device: str | None = None, optimizer: str = 'momentum', precision: str | None = None, "
+        "batch: int | None = None, global_batch: int | None = None) -> list[Prediction]"
     ),
     "record": (
         "(folder: str | Path, model: Any = None, *, first_step: int = 5, stop_step: int = 25, "

@@ -8,9 +8,9 @@ from headway.models.catalogue import MODELS
 from headway.models.roofline import step_s
 from headway.models.table import FLOAT_BYTES
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 BASE_WORKERS = 4
 COMPUTE_S = 0.9  # forward and backward of a paced step

@@ -20,7 +20,7 @@ import headway
 from headway import files
 from headway.compression.registry import proposed
 from headway.measuring.probe import probe_cluster
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.registry import plugin_of
 
 BATCH, WIDTH, DEPTH = 64, 640, 3

@@ -111,7 +111,7 @@ def _mix(config: dict[str, Any]) -> None:
     from torch import nn
 
     from headway.coordination.client import CoordinatorClient
-    from headway.strategies.decentralised.runtime import PartialAllReduce
+    from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
 
     worker, stop, go = config["worker"], Path(config["stop"]), Path(config["go"])
     draw = torch.Generator().manual_seed(worker)
@@ -211,8 +211,8 @@ def simulated_groups(method: str, rounds: int) -> Groups:
     from headway.cluster import Cluster, Host
     from headway.coordination.service.generator_choice import GeneratorChoice
     from headway.scheduling.groups import CoordinatedGroups
-    from headway.strategies.decentralised.cosimulation import CoSimulation
-    from headway.strategies.decentralised.scenario import Iterations, Scenario
+    from headway.strategies.partial_all_reduce.cosimulation import CoSimulation
+    from headway.strategies.partial_all_reduce.scenario import Iterations, Scenario
 
     choice = GeneratorChoice.parse(method, 0)
     hosts = tuple(

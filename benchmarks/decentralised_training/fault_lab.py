@@ -328,7 +328,7 @@ def import_all() -> None:
     import headway.cli.coordinate
     import headway.coordination.client
     import headway.coordination.service.running
-    import headway.strategies.decentralised.runtime  # noqa: F401
+    import headway.strategies.partial_all_reduce.runtime  # noqa: F401
 
     torch.set_num_threads(1)
 

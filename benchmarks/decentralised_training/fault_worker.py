@@ -21,8 +21,8 @@ from torch import nn
 
 from decentralised_training.fault_schedules import TIME_LIMIT_S
 from headway.coordination.client import CoordinatorClient
-from headway.strategies.decentralised.rounds import Round
-from headway.strategies.decentralised.runtime import PartialAllReduce
+from headway.strategies.partial_all_reduce.rounds import Round
+from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
 
 RATE = 0.05
 FLOATS = (

@@ -19,12 +19,12 @@ from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.rpc.interface import job_address
 from headway.scheduling.groups import hosts_in_turn
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.lifecycle import release
-from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
-from headway.strategies.decentralised.host_wrapper import HostDataParallel
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
-from headway.strategies.decentralised.rounds import Ending, Round
-from headway.strategies.decentralised.runtime import PartialAllReduce
+from headway.strategies.decoupled.lifecycle import release
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.partial_all_reduce.host_wrapper import HostDataParallel
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.rounds import Ending, Round
+from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
 from headway.strategies.registry import plugin_named
 
 LEASE_S, JOIN_S, GROUP_LIMIT_S = 60.0, 60.0, 60.0

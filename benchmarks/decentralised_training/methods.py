@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 Bound = Literal["all-reduce", "decoupled", "none"]
 CAPS_MB = (2.5, 10.0, 25.0, 50.0)  # of the unscaled model

@@ -19,9 +19,9 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.replayer.simulate import simulate
 from headway.strategies.base import Strategy
-from headway.strategies.decentralised.horizon import Window, over_a_horizon
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.horizon import Outcome
+from headway.strategies.partial_all_reduce.horizon import Window, over_a_horizon
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 SEEDS = 3
 SHORTEST_NS = 8_000_000_000

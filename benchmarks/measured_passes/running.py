@@ -21,7 +21,7 @@ from headway.passes.measured import MeasuredPass
 from headway.passes.optimizer import OptimizerImplementation
 from headway.plan import Plan
 from headway.replayer.measured_effects import save_effects
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.folder import load_trace
 from measured_passes.catalogue import Case
 

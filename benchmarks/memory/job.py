@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import headway
-from headway.strategies.data_parallel.decoupled.lifecycle import release
-from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.decoupled.lifecycle import release
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.registry import plugin_of
 from memory.subjects import PLANS, SUBJECTS, Made, Subject
 

@@ -24,7 +24,7 @@ from headway.plan import Plan
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation, Simulator
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.folder import load_trace
 from optimizing.ranks import PROBED, TRACE
 from optimizing.spaces import describe, space_of

@@ -17,8 +17,8 @@ from headway.scheduling.buckets import GATHER_MODES, Part, whole
 from headway.scheduling.fusion import bucket_caps_mb
 from headway.scheduling.partition import Groups
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import strategy_of
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import strategy_of
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import micro_batches
 

@@ -15,7 +15,7 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.planning.bound import bound_of
 from headway.scheduling.buckets import GATHER_MODES
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 from paced_training.jobs import PacedJob
 from paced_training.trainer import alone
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from headway.job import Job
-from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Alternative, Tuned
-from headway.strategies.data_parallel.decoupled.tuning.tuner import MEASURED_STEPS, tune
-from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.adaptive.tuning.proposals import Alternative, Tuned
+from headway.strategies.adaptive.tuning.tuner import MEASURED_STEPS, tune
+from headway.strategies.decoupled.gather_parameters import GatherParameters
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.live.module_spec import model_spec
 from paced_training.cases import Effort
 from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.planned import end, settle

@@ -7,8 +7,8 @@ from torch import nn
 import headway
 from headway.plan import Plan
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.lifecycle import release
-from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.decoupled.lifecycle import release
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.trainer import Trainer
 

@@ -19,7 +19,7 @@ from headway.optimization.search import search
 from headway.optimization.sizes import others_of
 from headway.plan import Plan
 from headway.prediction.clusters import cluster_named
-from headway.prediction.models import workload_named
+from headway.prediction.models import batch_of, workloads_named
 from headway.prediction.replayed import Prediction
 from headway.prediction.scaling import scaling
 from headway.prediction.strategies import strategies_named
@@ -187,22 +187,29 @@ def predict(
     workers: Sequence[int] = (),
     device: str | None = None,
     optimizer: str = "momentum",
+    precision: str | None = None,
+    batch: int | None = None,
+    global_batch: int | None = None,
 ) -> list[Prediction]:
     """Predict the step of a model on a cluster, neither of which need exist yet, for each strategy and world size.
 
     ``model`` is one that ships ("resnet50"), a YAML file of layers or "package.module:function". ``cluster`` is a
     value, a file, or the name of one that ships. ``workers`` are the world sizes, by default the cluster's. ``device``
-    is what computes, by name, or "here" to time this machine's. Computation is modelled, or timed without
+    is what computes, by name, or "here" to time this machine's, ``precision`` is fp32, tf32, bf16 or fp16. ``batch`` is
+    the samples of each worker, ``global_batch`` those of all together. Computation is modelled, or timed without
     communication, so answers are rougher than those of ``replay``: their ``uncertainty_ms`` is not calibrated.
 
-    Raises UserError for an unknown model, device or optimizer, ClusterError for an unknown cluster, PlanError if a
-    strategy does not fit the model.
+    Raises UserError for an unknown model, device, precision or optimizer, and a batch that workers cannot share out;
+    ClusterError for an unknown cluster, PlanError if a strategy does not fit the model.
     """
     known = cluster_named(cluster) if isinstance(cluster, str) else cluster
-    workload = workload_named(model, device, optimizer)
+    batches = {count: batch_of(count, batch, global_batch) for count in workers or (known.world_size,)}
+    workloads = workloads_named(model, device, optimizer, batches.values(), precision)
+    sized = {count: workloads[samples] for count, samples in batches.items()}
+    workload = next(iter(sized.values()))
     chosen = strategies or strategies_named((), workload).values()
     named = {each.describe(): each for each in chosen}
-    return scaling(workload, known, named, workers or (known.world_size,), all_needed=bool(strategies))
+    return scaling(workload, known, named, tuple(sized), all_needed=bool(strategies), sized=sized)
 
 
 def strategy(name: str, **options: Any) -> Strategy:

@@ -250,6 +250,9 @@ class PassSlowdown(BaseModel):
     """The slowdown of backward."""
 
 
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class NcclModel(BaseModel):
     """What NCCL knows of GPUs and links when it chooses an algorithm and a protocol, and how far the network is off."""
 
@@ -275,6 +278,12 @@ class NcclModel(BaseModel):
 
     network_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     """How many times as long latencies between hosts are as NCCL takes them to be."""
+
+    tree_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    """How many times as long latencies of trees are as NCCL takes them to be, beyond ``network_factor``."""
+
+    scaled: tuple[Factor, Factor] = (1.0, 1.0)
+    """By how much what-ifs changed bandwidths and latencies: NCCL may keep what it chose before them."""
 
     nvls: bool = False
     """Whether switches inside hosts reduce (NVLink SHARP)."""
@@ -430,6 +439,7 @@ class Cluster(BaseModel):
                     "inside_gb_s": self.nccl.inside_gb_s * bandwidth,
                     "cards_gb_s": self.nccl.cards_gb_s * bandwidth,
                     "network_factor": self.nccl.network_factor * latency,
+                    "scaled": (self.nccl.scaled[0] * bandwidth, self.nccl.scaled[1] * latency),
                 }
             ),
             "paths": tuple(each.scaled(bandwidth, latency) for each in self.paths),

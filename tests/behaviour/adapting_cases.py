@@ -18,13 +18,13 @@ from tests.behaviour.tuning_cases import batch, seen
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.channels import observer as observing
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.adapting import live
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import wrap
-from headway.strategies.data_parallel.decoupled.tuning import link_rates
+from headway.strategies.adaptive.adapting import live
+from headway.strategies.adaptive.tuning import link_rates
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import DECISIONS_VARIABLE
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import wrap
+from headway.strategies.live.channels import observer as observing
 
 SO_MAX_PACING_RATE = 47
 UNLIMITED = 2**64 - 1

@@ -34,7 +34,7 @@ from headway.plan import Plan
 from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
 from headway.strategies.data_parallel.asynchronous_servers.runtime import AsynchronousServers
 from headway.strategies.data_parallel.asynchronous_servers.shard import Update
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 
 LIMIT_S = 4.0  # of the group, where a rank serves for longer
 

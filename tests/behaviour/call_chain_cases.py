@@ -14,8 +14,8 @@ from torch import nn
 import headway
 from headway.collectives import executor
 from headway.scheduling.buckets import GatherMode
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import wrap
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import wrap
 
 ROOT = str(Path(headway.__file__).parent)
 LAYERS, WIDTH = 12, 8

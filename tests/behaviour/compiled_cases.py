@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.ddp.runtime import wrap as wrap_stock
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.runtime import wrap as wrap_stock
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
 
 STEPS = 8
 

@@ -21,12 +21,12 @@ from headway.integrations.plan_injection import install, uninstall
 from headway.measuring.codecs import codec_costs
 from headway.plan import Plan
 from headway.recording.description import strategy_in_force
-from headway.strategies.data_parallel.ddp.compressed import Compressing
-from headway.strategies.data_parallel.ddp.feedback_state import KEPT, REMEMBERED
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.ddp.wire import compressing_of
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.compressed import Compressing
+from headway.strategies.ddp.feedback_state import KEPT, REMEMBERED
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.wire import compressing_of
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.module_spec import model_spec
 
 STEPS, ROWS = 6, 4
 Log = list[list[list[str]]]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.data_parallel.parameter_server.runtime import wrap
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.parameter_server.runtime import wrap
 
 LONGEST_S = 30.0
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

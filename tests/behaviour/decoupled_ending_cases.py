@@ -21,10 +21,10 @@ from torch.distributed import destroy_process_group  # as scripts import it, bef
 
 from headway.errors import CommunicationError, HeadwayError, UnsupportedError
 from headway.scheduling.buckets import GATHER_MODES, GatherMode
-from headway.strategies.data_parallel.channels import observer as observing
-from headway.strategies.data_parallel.decoupled import runtime
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled import runtime
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.live.channels import observer as observing
 
 
 def destroyed_with_work_in_flight(rank: int, world_size: int) -> dict[str, Any]:

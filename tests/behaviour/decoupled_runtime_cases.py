@@ -19,13 +19,13 @@ from torch import nn
 
 from headway import torch_private
 from headway.errors import CommunicationError
-from headway.strategies.data_parallel.channels import observer as observing
-from headway.strategies.data_parallel.channels.observer import Collective
-from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
-from headway.strategies.data_parallel.decoupled.messages import Limits
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.strategies.data_parallel.reads import install
+from headway.strategies.decoupled.deferred import DeferredParameter
+from headway.strategies.decoupled.messages import Limits
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.live.channels import observer as observing
+from headway.strategies.live.channels.observer import Collective
+from headway.strategies.live.reads import install
 from headway.strategies.registry import plugin_of
 
 STORE_TIMEOUT = timedelta(seconds=60)

@@ -22,7 +22,7 @@ from headway.integrations import activate
 from headway.integrations.launch import PLAN_VARIABLE
 from headway.plan import Plan
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import policy_named
 

@@ -15,7 +15,7 @@ from headway.plan import Plan
 from headway.plan.plan import PlannedModel
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 
 
 def times(rank: int, step: int) -> float:

@@ -12,10 +12,10 @@ from tests.behaviour.tuning_cases import OPTIMIZERS, STEPS, Script, batch, forms
 from torch import nn
 
 from headway.errors import CommunicationError, UnsupportedError
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import wrap
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import wrap
+from headway.strategies.live.module_spec import model_spec
 
 OTHER_BUCKETS = DistributedDataParallelStrategy(bucket_cap_mb=0.001)
 

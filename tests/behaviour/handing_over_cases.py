@@ -21,17 +21,17 @@ from torch import nn
 from headway.errors import PlanError, UnsupportedError
 from headway.recording.description import strategy_in_force
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.channels import retirement
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
-from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.adaptive.tuning.proposals import Candidate, Setting, Trial
+from headway.strategies.adaptive.tuning.tuner import tune
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import DECISIONS_VARIABLE
+from headway.strategies.decoupled import deferred
+from headway.strategies.decoupled.bucket import LiveBucket
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import DecoupledDataParallel, wrap
+from headway.strategies.live.channels import retirement
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 
 def _hooks(module: nn.Module) -> int:

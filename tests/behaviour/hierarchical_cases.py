@@ -19,8 +19,8 @@ from headway.collectives.selection import SizeClass
 from headway.errors import PlanError
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.module_spec import model_spec
 
 
 def _plan(model: nn.Module, algorithm: str, **options: Any) -> Plan:

@@ -29,7 +29,7 @@ from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 
 STEPS, ROWS = 9, 5
 

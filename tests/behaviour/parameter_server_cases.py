@@ -19,10 +19,10 @@ from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.data_parallel.parameter_server.runtime import Servers
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.parameter_server.runtime import Servers
 
 STEPS, ROWS = 6, 4
 

@@ -15,9 +15,9 @@ from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.plan.plan import PlannedModel
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.module_spec import model_spec
 
 STEPS = 4
 STRATEGIES: dict[str, Strategy] = {

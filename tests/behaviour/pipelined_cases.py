@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from headway.integrations import pipeline_injection
 from headway.integrations.followable import injection_of
 from headway.plan import Plan
-from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import ScheduleInjection
+from headway.strategies.live.module_spec import model_spec
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.torch_private.pipelining import planned_of
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import headway
 from headway.errors import UserError
 from headway.plan import Plan
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 from headway.strategies.pipeline.mesh import MeshStrategy
 
 

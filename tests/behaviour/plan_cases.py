@@ -17,11 +17,11 @@ from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
 from headway.recording import description
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 
 def cap_bytes(wrapped: Any) -> int | None:

@@ -27,9 +27,9 @@ from headway.collectives.algorithms import RING, sent_bytes
 from headway.recording import pauses
 from headway.recording import recorder as recording
 from headway.recording.recorder import Recorder, RecordOptions
-from headway.strategies.data_parallel.channels import observer as observing
-from headway.strategies.data_parallel.channels.observer import Collective
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.live.channels import observer as observing
+from headway.strategies.live.channels.observer import Collective
 from headway.torch_private import JobStore
 
 SHORT_S = 3.0  # what waits for others last here

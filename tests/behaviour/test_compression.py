@@ -19,8 +19,8 @@ from headway.compression.int8 import Int8
 from headway.compression.registry import codecs, proposed
 from headway.errors import UnsupportedError, UserError
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.ddp.wire import check
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.wire import check
 from headway.trace.folder import load_trace
 
 CASES = "tests.behaviour.compression_cases"

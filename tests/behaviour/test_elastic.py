@@ -22,11 +22,11 @@ from tests.scripts.train_elastic import net, rows
 from torch import nn
 
 from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import read_journal
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import adapting, plugin_of
 
 STEPS = 260

@@ -23,8 +23,8 @@ from headway.plan import Plan
 from headway.recording import collectives
 from headway.recording.attach import record_this_rank
 from headway.recording.recorder import RecordOptions
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.live.module_spec import model_spec
 from headway.trace.folder import assemble, load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]

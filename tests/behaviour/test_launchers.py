@@ -11,8 +11,8 @@ from tests.commands import SCRIPTS, headway, last_line, torchrun
 from torch import nn
 
 from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.live.module_spec import model_spec
 from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]

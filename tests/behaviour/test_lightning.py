@@ -17,8 +17,8 @@ from headway.passes.base import Pass
 from headway.passes.precision import Precision
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
 

@@ -14,7 +14,7 @@ from tests.commands import headway, last_line, torchrun
 
 from headway.job import Job
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace

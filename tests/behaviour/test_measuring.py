@@ -13,8 +13,8 @@ from headway.errors import LaunchError
 from headway.integrations import short_runs
 from headway.integrations.short_runs import ShortRuns
 from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests import workers
 from torch import nn
 
-from headway.strategies.data_parallel.decoupled.own_cost import own_cost
+from headway.strategies.decoupled.own_cost import own_cost
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

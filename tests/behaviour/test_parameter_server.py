@@ -14,9 +14,9 @@ from torch import nn
 from headway.errors import UnsupportedError
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.data_parallel.parameter_server.runtime import wrap
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.parameter_server.runtime import wrap
 from headway.trace.folder import load_trace
 
 CASES = "tests.behaviour.parameter_server_cases"

@@ -12,7 +12,7 @@ from tests.behaviour import parallel_pipeline_cases as cases
 from tests.commands import headway, last_line, torchrun
 
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.events import Kind

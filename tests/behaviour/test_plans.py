@@ -12,8 +12,8 @@ from torch import nn
 from headway.errors import UserError
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.module_spec import model_spec
 
 
 @pytest.mark.processes

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import headway
 from headway.errors import HeadwayError, LaunchError, TraceError
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import DecoupledDataParallel
 from headway.trace.events import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]

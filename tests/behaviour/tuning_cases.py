@@ -25,12 +25,12 @@ from headway.model import ModelSpec
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
 from headway.scheduling.partition import cut, fill
-from headway.strategies.data_parallel.channels import observer as observing
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial, Tuned
-from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.adaptive.tuning.proposals import Candidate, Setting, Trial, Tuned
+from headway.strategies.adaptive.tuning.tuner import tune
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.runtime import DecoupledDataParallel, wrap
+from headway.strategies.live.channels import observer as observing
+from headway.strategies.live.module_spec import model_spec
 
 ROWS, WIDTH = 4, 6
 RELATIVE, ABSOLUTE = 1e-9, 1e-10

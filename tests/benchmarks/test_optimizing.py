@@ -18,8 +18,8 @@ from optimizing.stock_search import (
 from tests.models import layered_model
 from tests.planning.jobs import layered_job
 
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from tests.answers.asked import JOB, written
 
 from headway.cli.main import run
 from headway.plan import Plan
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.trace.folder import load_trace
 
 SLOW_TURNS = replace(JOB, gbps=0.3)

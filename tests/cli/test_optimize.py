@@ -18,8 +18,8 @@ from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.ranking import best_first
 from headway.optimization.result import SearchResult
 from headway.replayer.expectation import Expectation
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 SLOW = replace(JOB, gbps=0.3)
 
@@ -121,6 +121,8 @@ def test_the_jobs_own_command_is_shown_and_nothing_that_a_terminal_would_obey() 
         "torchrun",
     )
     assert job_command(under) == ("torchrun",)
+    in_lab = ("headway", "lab", "run", "--hosts", "2", "--", "python", "train.py")
+    assert job_command(("headway", "run", "--plan", "p", "--", *in_lab)) == in_lab
     assert job_command(("torchrun", "train.py", "--", "x")) == ("torchrun", "train.py", "--", "x")
     for command in ((), ("torchrun", "\x1b[2J")):
         _, run_line = command_lines([Path("t")], Path("p"), (), command, 2)

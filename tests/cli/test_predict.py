@@ -13,7 +13,7 @@ CLUSTER = "edr-100g-pcie"
 def test_the_first_line_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predict", "vgg16", "--cluster", CLUSTER, "--workers", "4,8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "ms a step of VGG-16 on 8 workers with " in lines[0]
+    assert "ms a step of VGG-16 on 8 workers of 32 samples each with " in lines[0]
     assert "samples/s" in lines[0]
     assert any("ddp" in line and " 4 " in line for line in lines)
     assert "EDR InfiniBand" in lines[-1]
@@ -40,6 +40,50 @@ def test_measured_steps_correct_predictions(capsys: pytest.CaptureFixture[str]) 
     assert lines[1].startswith("Calibrated: computation takes ")
     assert run([*asked, "--measured", "8=500ms", "--what-if", "bandwidth=2x"]) == 2
     assert "--measured and --what-if do not go together" in capsys.readouterr().err
+
+
+def test_a_global_batch_is_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["predict", "resnet50", "--cluster", CLUSTER, "--workers", "1,4,16", "--strategy", "ddp"]
+    asked += ["--precision", "bf16", "--global-batch", "512"]
+    assert run(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " on 16 workers of 32 samples each with ddp: " in lines[0]
+    assert lines[-1].endswith(
+        "Computation: A100 SXM 40 GB (modelled) in bf16, 32 images of 224 x 224 a worker."
+    )
+    assert run([*asked, "--json"]) == 0
+    predictions = json.loads(capsys.readouterr().out)["predictions"]
+    assert [each["samples"] for each in predictions] == [512, 128, 32]
+    steps_ms = [each["step_ms"] for each in predictions]
+    assert steps_ms[0] > steps_ms[1] > steps_ms[2] > steps_ms[0] / 16
+    for each in predictions:
+        assert each["samples_per_s"] == pytest.approx(512 / each["step_ms"] * 1e3)
+
+
+def test_steps_at_two_batch_sizes_are_met(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["predict", "resnet50", "--cluster", CLUSTER, "--workers", "4,8", "--strategy", "ddp", "--json"]
+    asked += [
+        "--global-batch",
+        "1024",
+        "--measured",
+        "4=200ms",
+        "--measured",
+        "8=110ms",
+        "--precision",
+        "bf16",
+    ]
+    assert run(asked) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["calibration"]["fixed_ms"] != 0
+    assert [each["step_ms"] for each in said["predictions"]] == pytest.approx([200, 110], rel=0.005)
+
+
+def test_a_precision_that_nobody_chose_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["predict", "resnet50", "--cluster", CLUSTER, "--workers", "1", "--strategy", "ddp"]
+    said = "Computed in fp32 without tensor cores"
+    for options, expected in (([], True), (["--precision", "fp32"], False)):
+        assert run([*asked, *options]) == 0
+        assert (said in capsys.readouterr().out) == expected
 
 
 def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +136,11 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["vgg16", "--cluster", CLUSTER, "--device", "abacus"],
         ["vgg16", "--cluster", CLUSTER, "--device", "here"],
         ["vgg16", "--cluster", CLUSTER, "--optimizer", "magic"],
+        ["vgg16", "--cluster", CLUSTER, "--precision", "int3"],
+        ["vgg16", "--cluster", CLUSTER, "--device", "v100", "--precision", "bf16"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "3", "--global-batch", "64"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "128", "--global-batch", "64"],
+        ["vgg16", "--cluster", CLUSTER, "--batch", "4", "--global-batch", "64"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "magic"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_cap_mb=1,bucket_cap_mb=2"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "scaling.docx"],

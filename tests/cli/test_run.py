@@ -11,7 +11,7 @@ from headway.integrations.reports import Report
 from headway.model import ModelSpec
 from headway.plan import Plan
 from headway.plan.plan import Prediction
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 PREDICTION = Prediction(step_ms=70.0, baseline_ms=100.0, uncertainty_ms=8.0)
 RANK_0 = Report(

@@ -14,8 +14,8 @@ from headway.collectives.algorithms import (
     RING,
     program_of,
 )
-from headway.collectives.dataflow import ProgramOf, expand
-from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.collectives.dataflow import expand
+from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from headway.collectives.resources import ClusterResources
 from headway.simulation.engine import play
 

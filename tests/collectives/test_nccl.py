@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from headway.cluster import Cluster, Host, NcclModel
 from headway.collectives.dataflow import expand_nccl
-from headway.collectives.nccl import PROTOCOLS, Fabric, choose, fabric_of, time_us, tuned
+from headway.collectives.nccl import PROTOCOLS, Fabric, Kind, choose, fabric_of, time_us, tuned
 from headway.collectives.resources import ClusterResources
 from headway.simulation.engine import play
 
@@ -110,3 +111,26 @@ def test_collectives_of_all_cards_share_them() -> None:
     on, size_bytes, everybody = cluster(4), 2**30, tuple(range(32))
     one_us, two_us = (played_us(on, [everybody] * count, size_bytes) for count in (1, 2))
     assert two_us == pytest.approx(2 * one_us, rel=0.1)
+
+
+@pytest.mark.parametrize("fabric", [
+    Fabric(),
+    Fabric("ampere", "amd", 235.0, 192.0, reached=0.66, tree_factor=1.8, passing_gb_s=235.0),
+    Fabric(reached=0.8, network_factor=2.0),
+])  # fmt: skip
+def test_no_faster_network_makes_a_collective_slower(fabric: Fabric) -> None:
+    draw = random.Random(1)
+    for _ in range(500):
+        hosts, a_host = draw.choice([2, 3, 4, 8, 16, 64]), draw.choice([1, 2, 4, 8])
+        kind: Kind = draw.choice(("all_reduce", "all_gather"))
+        size_bytes = 2 ** draw.uniform(8, 34)
+        bandwidth, latency = draw.choice([1.1, 1.5, 2, 10, 100]), draw.choice([1, 0.5, 0.1])
+        faster = replace(
+            fabric, inside_gb_s=fabric.inside_gb_s * bandwidth, outside_gb_s=fabric.outside_gb_s * bandwidth,
+            passing_gb_s=fabric.passing_gb_s * bandwidth, network_factor=fabric.network_factor * latency,
+            scaled=(bandwidth, latency),
+        )  # fmt: skip
+        before, after = (
+            choose(kind, size_bytes, a_host * hosts, hosts, network) for network in (fabric, faster)
+        )
+        assert after.time_us <= before.time_us * 1.0005, (kind, size_bytes, hosts, a_host, bandwidth, latency)

@@ -240,6 +240,26 @@ def test_what_blocks_longest_is_named_and_not_what_blocks_most_often() -> None:
     assert "waits for all_reduce and others outside of the gradients" in diagnose(trace_of(rows)).verdict
 
 
+def test_a_small_collective_that_queues_behind_buckets_is_not_blamed() -> None:
+    trace = synthetic_trace(SyntheticJob(bucket_bytes=(1_000_000, 33_000_000)))
+    rows = {
+        rank: [*events, *(_unused_parameters(events, step) for step in trace.steps)]
+        for rank, events in trace.events.items()
+    }
+    verdict = diagnose(trace_of(rows)).verdict
+    assert "waits for gradients, because one 33.0 MB bucket" in verdict
+    assert "outside of the gradients" not in verdict
+
+
+def _unused_parameters(events: Events, step: int) -> Event:
+    """DDP's all-reduce of which parameters were unused: called with the last bucket, done a little after it."""
+    of_step = [row for row in events if row.kind == Kind.COLLECTIVE and row.step == step]
+    last = max(of_step, key=lambda row: row.end_ns)
+    return last._replace(
+        bucket=-1, sequence=last.sequence + 1000, size_bytes=52, duration_ns=last.duration_ns + 100_000
+    )
+
+
 def _broadcast(events: Events, step: int, number: int) -> Event:
     """A short collective within a step's longest wait."""
     (wait,) = [row for row in events if row.kind == Kind.WAIT and row.step == step]

@@ -56,7 +56,7 @@ from headway.plugins import WARNED_VARIABLE
 from headway.replayer.fidelity import check_fidelity
 from headway.replayer.simulate import simulate
 from headway.strategies import registry
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace
 

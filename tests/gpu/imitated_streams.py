@@ -156,8 +156,8 @@ def install() -> None:
     import torch.distributed as dist
 
     from headway import torch_private
-    from headway.strategies.data_parallel.channels import stream_channels, streams, wiring
-    from headway.strategies.data_parallel.decoupled import wrapper
+    from headway.strategies.decoupled import wrapper
+    from headway.strategies.live.channels import stream_channels, streams, wiring
 
     class Imitated(streams.Streams):
         def __init__(self, device: torch.device, asynchronous: bool = False) -> None:

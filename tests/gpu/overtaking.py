@@ -14,8 +14,8 @@ def train(_rank: int, _world_size: int, fault: str) -> str:
     from tests.gpu import imitated_streams
     from torch import nn
 
-    from headway.strategies.data_parallel.channels import stream_channels, streams
-    from headway.strategies.data_parallel.decoupled import wrapper
+    from headway.strategies.decoupled import wrapper
+    from headway.strategies.live.channels import stream_channels, streams
 
     imitated_streams.install()
     channels: Any = stream_channels.StreamChannels
@@ -57,7 +57,7 @@ def fill_from_two_streams(_rank: int, _world_size: int) -> list[str]:
     import torch
     from tests.gpu import imitated_streams
 
-    from headway.strategies.data_parallel.channels.streams import BufferFence
+    from headway.strategies.live.channels.streams import BufferFence
 
     imitated_streams.install()
     streams = imitated_streams.Imitated(torch.device("cpu"), True)

@@ -21,8 +21,8 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.simulation.engine import PlayedTimes, play
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.reactions import Reactions
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.reactions import Reactions
 
 MODEL = layered_model(2)
 BACKWARD = [*(Item(Point.READY, name) for name in MODEL.ready_order), Item(Point.BACKWARD_END)]

@@ -7,7 +7,7 @@ from tests.synthetic import synthetic_trace
 from headway.cluster import Cluster, PassSlowdown
 from headway.replayer.replayer import Replayer
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 
 def test_computation_slows_down_by_the_share_that_communication_covers() -> None:

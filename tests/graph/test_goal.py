@@ -18,7 +18,7 @@ from headway.graph import goal
 from headway.replayer.replayer import Replayer
 from headway.simulation.engine import play
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 
 def instant(world_size: int) -> Cluster:

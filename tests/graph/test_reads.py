@@ -16,9 +16,9 @@ from headway.job import Job
 from headway.scheduling.buckets import GatherMode
 from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Read
 

@@ -33,6 +33,6 @@ def test_nobody_measures_where_one_does_not_want_to(monkeypatch: pytest.MonkeyPa
 
 
 def test_nobody_measures_where_one_does_not_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(measured, "MEASURING_PATIENCE_S", 0.2)
     assert answers(monkeypatch, [True] * (RANKS - 1)) == [False] * (RANKS - 1)
     assert answers(monkeypatch, [True] * RANKS) == [True] * RANKS

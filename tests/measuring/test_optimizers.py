@@ -16,7 +16,7 @@ from headway.job import Job, OptimizerUse
 from headway.measuring import compiling, loading, optimizers, precision
 from headway.measuring.optimizers import main, measured_optimizers
 from headway.passes.optimizer import OptimizerImplementation
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 
 CPU = torch.device("cpu")
 SOURCES = Path(__file__).parents[2] / "src"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 
 from headway.collectives.nccl import Fabric, choose
 from headway.errors import UserError
-from headway.network.nccl_tests import cluster_of, read_log, slow_hosts
+from headway.network.nccl_tests import Timing, cluster_of, errors, fitted, read_log, slow_hosts
 
+PUBLISHED = Path(__file__).parents[2] / "benchmarks/published_rows/nccl_tests.csv"
 BUS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -78,6 +82,29 @@ def test_the_cluster_of_logs_predicts_more_hosts() -> None:
     assert cluster.hosts[0].up_gbps == pytest.approx(0.8 * 48 * 8 * 8, rel=0.05)
     assert cluster.nccl.network_factor == pytest.approx(1.5, rel=0.25)
     assert "in the median of 84 rows" in accuracy
+
+
+def test_published_logs_of_two_sizes_predict_the_others() -> None:
+    rows = list(csv.DictReader(PUBLISHED.read_text().splitlines()))
+
+    def of(*numbers: int) -> list[Timing]:
+        return [
+            Timing(
+                "all_reduce",
+                int(row["size_bytes"]),
+                float(row["time_us"]),
+                int(row["ranks"]),
+                int(row["hosts"]),
+            )
+            for row in rows
+            if row["source"] in [f"Echo nccl_{number}.log" for number in numbers]
+        ]
+
+    fabric, speed = fitted(of(16, 32), Fabric("ampere", "amd", 235.0, passing_gb_s=235.0, version=(2, 18)))
+    judged = [row for row in of(64, 128) if row.size_bytes >= 2**20]
+    far = sorted(map(abs, errors(judged, fabric, speed)))
+    assert median(far) < 0.07
+    assert far[int(0.9 * len(far))] < 0.15
 
 
 def test_what_is_no_log_is_refused() -> None:

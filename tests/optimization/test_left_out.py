@@ -20,7 +20,7 @@ from headway.passes.registry import passes
 from headway.plugins import WARNED_VARIABLE
 from headway.replayer.replayer import Replayer
 from headway.strategies import registry
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import Proposal
 
 _Ddp: Any = type(registry.plugin_named("ddp"))

@@ -20,7 +20,7 @@ from headway.optimization.search import search
 from headway.planning import time_limit
 from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 

@@ -26,9 +26,9 @@ from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import plugins
 from headway.trace.events import Kind
 

@@ -16,8 +16,8 @@ from headway.job import Job
 from headway.memory.pass_watch import PassMemoryWatch
 from headway.model import ModelSpec, PassMemory
 from headway.replayer.memory import peak_bytes
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.live.module_spec import model_spec
 
 DDP = DistributedDataParallelStrategy()
 MS = 1_000_000

@@ -23,8 +23,8 @@ from headway.passes.compiled_times import as_single_graphs
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
 from headway.replayer.simulate import simulate
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.module_spec import model_spec
 
 ALL = Compile(modules=("0", "1", "2"))
 # torch looks at the gradients of whatever a graph is given, also of activations

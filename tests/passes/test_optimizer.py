@@ -19,8 +19,8 @@ from headway.job import Job, MeasuredEffect, OptimizerUse
 from headway.model import PassMemory
 from headway.passes.optimizer import Implementation, OptimizerImplementation
 from headway.replayer.simulate import simulate
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.live.module_spec import model_spec
 
 DDP = DistributedDataParallelStrategy()
 FUSED = OptimizerImplementation(implementation="fused")

@@ -29,7 +29,7 @@ from headway.plan.plan import PlannedModel
 from headway.replayer.simulate import simulate
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 WHOLE = Precision(dtype="bfloat16")
 MIDDLE = Precision(dtype="bfloat16", modules=("1",))

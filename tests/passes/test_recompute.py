@@ -15,7 +15,7 @@ from headway.graph.timeline import Part
 from headway.job import Job
 from headway.passes.recompute import Recompute
 from headway.replayer.simulate import simulate
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 
 BLOCKS = 6
 ALL = tuple(f"blocks.{number}" for number in range(BLOCKS))

@@ -16,8 +16,8 @@ from headway.job import Job
 from headway.plan import Plan, Prediction
 from headway.scheduling.mesh import groups_along
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 
 

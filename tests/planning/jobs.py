@@ -18,7 +18,7 @@ from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.engine import PlayedTimes
-from headway.strategies.data_parallel.decoupled.reactions import Reactions
+from headway.strategies.decoupled.reactions import Reactions
 
 MS = 1_000_000
 

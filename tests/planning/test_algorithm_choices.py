@@ -10,7 +10,7 @@ from headway.planning.link_cost import LinkCosts
 from headway.planning.planner import plan
 from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 SIZES = [40_000] * 12
 

@@ -17,7 +17,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, forward_gather_order, make_buckets, whole
-from headway.strategies.data_parallel.decoupled.reactions import Reactions
+from headway.strategies.decoupled.reactions import Reactions
 
 
 class Case(NamedTuple):

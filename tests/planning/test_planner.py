@@ -16,8 +16,8 @@ from headway.scheduling.buckets import (
     make_buckets,
 )
 from headway.scheduling.partition import cut
-from headway.strategies.data_parallel.decoupled.plugin import CAPS_BYTES
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
+from headway.strategies.decoupled.plugin import CAPS_BYTES
+from headway.strategies.decoupled.policy import DecoupledStrategy, strategy_of
 
 MIB = 2**20
 EVEN = [MIB] * 24

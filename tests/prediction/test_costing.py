@@ -9,7 +9,7 @@ from torch import nn
 from headway.errors import UserError
 from headway.prediction.costing import LayerWork
 from headway.prediction.function import Built, function_named
-from headway.prediction.models import workload_named
+from headway.prediction.models import workload_named, workloads_named
 from headway.prediction.timing import timed_layers
 
 
@@ -83,3 +83,70 @@ def test_a_function_becomes_a_workload(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert workload_named("my_nets:values", "here", "adam").samples == 3, "timed where it cannot be costed"
     with pytest.raises(UserError, match="cannot be imported"):
         function_named("no_such_module_here:f")
+
+
+FUNCTIONS = """
+import torch
+from torch import nn
+
+def net():
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 16))
+    return model, torch.zeros(8, 256)
+
+def sized(samples=8):
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 16)), torch.zeros(samples, 256)
+
+def stubborn(samples=8):
+    return nn.Linear(2, 2), torch.zeros(8, 2)
+
+def halves():
+    return nn.Linear(64, 2, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
+"""
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> str:
+    name = f"sized_nets_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_functions_are_costed_at_any_batch(functions: str) -> None:
+    batches = [2, 16, 64]
+    resized = workloads_named(f"{functions}:net", None, "sgd", batches)
+    called = workloads_named(f"{functions}:sized", None, "sgd", batches)
+    alone = workload_named(f"{functions}:net", None, "sgd", 16)
+    for workload in (resized[16], called[16]):
+        assert workload.samples == 16
+        assert workload.computation_ns == pytest.approx(alone.computation_ns, rel=0.001)
+        assert workload.spec.pass_memory is not None
+        assert alone.spec.pass_memory is not None
+        assert workload.spec.pass_memory.forward_bytes == alone.spec.pass_memory.forward_bytes
+    assert [resized[samples].samples for samples in batches] == batches
+    with pytest.raises(UserError, match="made another batch"):
+        workload_named(f"{functions}:stubborn", None, "sgd", 4)
+
+
+def test_functions_are_timed_at_two_batch_sizes(functions: str) -> None:
+    found = workloads_named(f"{functions}:net", "here", "sgd", [1, 64, 4096])
+    assert [found[samples].samples for samples in (1, 64, 4096)] == [1, 64, 4096]
+    assert found[4096].spec.pass_memory is not None
+    assert found[4096].spec.pass_memory.forward_bytes > 4096 * 512 * 4
+
+
+def test_mixed_precision_of_functions(functions: str) -> None:
+    single, mixed = (
+        workload_named(f"{functions}:net", "a100", "sgd", 4096, each) for each in ("fp32", "bf16")
+    )
+    assert mixed.spec.size_bytes == single.spec.size_bytes
+    assert mixed.computation_ns < single.computation_ns
+    assert mixed.spec.pass_memory is not None
+    assert single.spec.pass_memory is not None
+    assert mixed.spec.pass_memory.forward_bytes < 0.8 * single.spec.pass_memory.forward_bytes
+    stored = workload_named(f"{functions}:halves", "a100", "sgd")
+    assert stored.spec.size_bytes == 2 * 130
+    assert stored.times.endswith(" in bf16")
+    with pytest.raises(UserError, match="contradicts the model"):
+        workload_named(f"{functions}:halves", "a100", "sgd", None, "fp16")
+    assert workload_named(f"{functions}:net", "here", "sgd", None, "bf16").computation_ns > 0

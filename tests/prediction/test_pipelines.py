@@ -172,7 +172,7 @@ def test_the_answer_says_which_host_has_which_stage() -> None:
     )
 
 
-def on_hosts(hosts: int, workers: int, library: str = "gloo", **fields: Any) -> Cluster:
+def on_hosts(hosts: int, workers: int, library: Literal["gloo", "nccl"] = "gloo", **fields: Any) -> Cluster:
     names = [f"h{i}" for i in range(hosts)]
     links = tuple(Host(name=name, workers=workers, up_gbps=10, down_gbps=10) for name in names)
     return Cluster(hosts=links, latency_us=20, library=library, **fields)
@@ -240,8 +240,8 @@ def test_interleaved_stages_have_a_smaller_bubble() -> None:
     assert plain.step_ms == pytest.approx(computed_ms * (1 + 3 / 8), rel=0.01)
     assert looped.step_ms == pytest.approx(computed_ms * (1 + 3 / 8 / 4), rel=0.01)
     workload = a_workload()
-    by_name = strategies_named(["pipeline:stages=4,interleave=2"], workload)
-    found = predict(workload, cluster, "pipeline", *by_name.values())
+    (by_name,) = strategies_named(["pipeline:stages=4,interleave=2"], workload).values()
+    found = predict(workload, cluster, "pipeline", by_name)
     assert found.pipelines is not None
     assert found.pipelines.micro_batches % 4 == 0
     for options in ("order=interleaved", "interleave=2,order=gpipe"):

@@ -19,8 +19,8 @@ from headway.prediction.replayed import Prediction, predict
 from headway.prediction.scaling import Crossover, crossovers, scaling
 from headway.prediction.strategies import strategies_named, usual
 from headway.prediction.workload import Workload
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.registry import plugins
 
 MS = 1_000_000

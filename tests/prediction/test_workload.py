@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from headway.errors import UserError
 from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Part, Point
 from headway.model import ModelSpec, ParameterSpec
+from headway.models.bert import bert_large
 from headway.models.catalogue import MODELS
+from headway.models.resnet import resnet50
 from headway.models.roofline import DEVICES
+from headway.models.table import LayerTable
 from headway.prediction.optimizers import OPTIMIZERS
 from headway.prediction.workload import Workload, workload_of_table
 
@@ -30,7 +34,7 @@ def test_a_gradient_is_ready_when_backward_is_done_with_all_that_use_it() -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["rtx-2080-ti", "b200"])
 def test_every_table_on_every_device_readies_every_gradient_once(name: str, device: str) -> None:
     workload = workload_of_table(MODELS[name](), DEVICES[device], OPTIMIZERS["adam"])
     ready = [item.name for item in workload.timeline().items if item.kind == Point.READY]
@@ -51,3 +55,42 @@ def test_what_an_optimizer_holds_counts_for_tables_as_for_functions(name: str) -
         assert spec.optimizer_state_bytes == states * spec.size_bytes
         assert spec.pass_memory is not None
         assert spec.pass_memory.update_bytes == temporaries * spec.size_bytes
+
+
+def test_mixed_precision_keeps_gradients_and_halves_activations() -> None:
+    single, mixed = (
+        workload_of_table(MODELS["resnet50"](samples=256), DEVICES["h100"], OPTIMIZERS["momentum"], precision)
+        for precision in ("fp32", "bf16")
+    )
+    assert mixed.spec.size_bytes == single.spec.size_bytes
+    assert mixed.spec.optimizer_state_bytes == single.spec.optimizer_state_bytes
+    assert mixed.optimizer_ns == single.optimizer_ns
+    assert mixed.spec.pass_memory is not None
+    assert single.spec.pass_memory is not None
+    held, copies = mixed.spec.pass_memory.forward_bytes, single.spec.size_bytes // 2
+    assert held == pytest.approx(single.spec.pass_memory.forward_bytes / 2 + copies, rel=0.03)
+    assert single.computation_ns / mixed.computation_ns > 2
+    assert "in bf16" in mixed.times
+
+
+# Samples a second on one device in PyTorch: NVIDIA/DeepLearningExamples, lambdal/deeplearning-benchmark.
+@pytest.mark.parametrize(
+    ("model", "device", "precision", "per_s"),
+    [
+        (resnet50(256), "a100-80gb", "fp16", 2470), (resnet50(256), "a100-80gb", "tf32", 938),
+        (resnet50(256), "v100", "fp16", 1200), (bert_large(256, 128), "a100-80gb", "fp16", 580),
+        (bert_large(128, 128), "a100-80gb", "tf32", 317), (bert_large(64, 128), "v100", "fp16", 224),
+        (resnet50(640), "h100", "tf32", 1753), (resnet50(448), "a10", "fp16", 638),
+    ],
+)  # fmt: skip
+def test_tensor_cores_reach_what_is_published(
+    model: LayerTable, device: str, precision: str, per_s: float
+) -> None:
+    workload = workload_of_table(model, DEVICES[device], OPTIMIZERS["momentum"], precision)
+    predicted_ms, published_ms = workload.computation_ns / 1e6, workload.samples / per_s * 1e3
+    assert abs(published_ms - predicted_ms) < workload.times_error * predicted_ms
+
+
+def test_a_device_without_a_precision_says_so() -> None:
+    with pytest.raises(UserError, match="V100 SXM2 has no such precision"):
+        DEVICES["v100"].at("bf16")

@@ -39,14 +39,14 @@ def told() -> Iterator[Told]:
 
 
 def test_each_batch_is_a_wait(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "LEAST_NS", 10**9)  # whatever this machine takes for the rest
+    monkeypatch.setattr(inputs, "LEAST_LOOP_NS", 10**9)  # whatever this machine takes for the rest
     assert len(list(DataLoader(Slow(), batch_size=2))) == 2
     assert len(told) == 2
     assert all(end_ns - start_ns >= 2 * READ_S * 1e9 for start_ns, end_ns in told)
 
 
 def test_workers_that_start_and_end_are_waited_for(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "LEAST_NS", 0)
+    monkeypatch.setattr(inputs, "LEAST_LOOP_NS", 0)
     assert len(list(DataLoader(Slow(), batch_size=2, num_workers=1))) == 2
     assert len(told) == 4
     assert all(one[1] <= other[0] for one, other in pairwise(told))

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from headway.recording.looks import LookWatch
-from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.reads import install
+from headway.strategies.decoupled import deferred
+from headway.strategies.live.reads import install
 
 Told = list[tuple[frozenset[str], int, int]]
 

@@ -25,7 +25,7 @@ from headway.replayer.cut_recording import CutRecording, why_not_cut
 from headway.replayer.recut import CUT_SHARE
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import simulate
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.format import Trace

@@ -25,8 +25,8 @@ from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
 from headway.scheduling.buckets import GatherMode
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 STRATEGIES: list[Strategy] = [
     DistributedDataParallelStrategy(bucket_cap_mb=0.3),

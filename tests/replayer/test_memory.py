@@ -6,9 +6,9 @@ from headway.job import Job
 from headway.model import ModelSpec, PassMemory
 from headway.replayer.memory import peak_bytes, peak_is_rough
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 DDP = DistributedDataParallelStrategy()
 GRADIENTS = DecoupledStrategy(gather="gradients")

@@ -20,8 +20,8 @@ from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import simulate
 from headway.replayer.what_if import WhatIf
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
 

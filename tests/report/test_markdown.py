@@ -15,7 +15,7 @@ from headway.diagnosis import Diagnosis, diagnose
 from headway.diagnosis.breakdown import PARTS
 from headway.diagnosis.comparison import compare
 from headway.diagnosis.findings import Finding
-from headway.report.markdown import MAX_RANKS, markdown
+from headway.report.markdown import MAX_MARKDOWN_RANKS, markdown
 from headway.report.palette import PART_LABELS
 
 JOB = SyntheticJob(slow={(2, "backward"): 15.0})
@@ -87,7 +87,7 @@ def test_of_many_ranks_those_that_compute_longest_are_listed() -> None:
         synthetic_trace(SyntheticJob(world_size=40, steps=2, slow={(37, "forward"): 9.0}, bucket_bytes=()))
     )
     text = markdown(found)
-    assert text.count("\n| ") == MAX_RANKS + 1
+    assert text.count("\n| ") == MAX_MARKDOWN_RANKS + 1
     assert "\n| 37 |" in text
     assert "The 16 of 40 ranks that compute longest are listed." in text
 

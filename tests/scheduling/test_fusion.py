@@ -204,7 +204,7 @@ def test_buckets_are_joined_through_others() -> None:
 
 
 def test_merged_gradients_become_buckets_of_stock_ddp() -> None:
-    from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+    from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
     model = layered_model(6)
     ready = {p.name: index // 2 * 5000 + index for index, p in enumerate(model.ready_parameters())}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.strategies.data_parallel import accelerate
+from headway.strategies.live import accelerate
 
 
 def test_the_method_is_replaced_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 from tests.planning.jobs import Alone
 
-from headway.strategies.data_parallel.channels.observer import Collective
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.adapting.adapter import (
+from headway.strategies.adaptive.adapting.adapter import (
     LEAST_GAIN,
     MOST_RESTS_PER_STEP,
     RESTS_PER_STEP,
     Adapter,
 )
-from headway.strategies.data_parallel.decoupled.adapting.cautious import CautiousProposer
-from headway.strategies.data_parallel.decoupled.adapting.live import gained, rank_window
-from headway.strategies.data_parallel.decoupled.adapting.observed import RankWindow, Window, joined
-from headway.strategies.data_parallel.decoupled.adapting.traffic import Sums, Traffic
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planned_proposer
-from headway.strategies.data_parallel.decoupled.tuning.counting import Interval
-from headway.strategies.data_parallel.decoupled.tuning.planning import Shortlist
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Tuned
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.adaptive.adapting.cautious import CautiousProposer
+from headway.strategies.adaptive.adapting.live import gained, rank_window
+from headway.strategies.adaptive.adapting.observed import RankWindow, Window, joined
+from headway.strategies.adaptive.adapting.traffic import Sums, Traffic
+from headway.strategies.adaptive.tuning import planned_proposer
+from headway.strategies.adaptive.tuning.counting import Interval
+from headway.strategies.adaptive.tuning.planning import Shortlist
+from headway.strategies.adaptive.tuning.proposals import Candidate, Tuned
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live.channels.observer import Collective
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 
 def window(

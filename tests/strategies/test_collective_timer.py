@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headway.collectives.selection import Selection
-from headway.strategies.data_parallel.channels.communication import Job
-from headway.strategies.data_parallel.decoupled.tuning.collective_timer import CollectiveTimer
+from headway.strategies.adaptive.tuning.collective_timer import CollectiveTimer
+from headway.strategies.live.channels.communication import Job
 
 HALF_S = 0.02
 SELECTIONS = (Selection("ring", "reduce_scatter"), Selection("ring", "all_gather"))

@@ -15,10 +15,10 @@ from headway.collectives import executor
 from headway.compression.cast import Cast
 from headway.errors import CommunicationError, InternalError
 from headway.plugins import PluginFaultError
-from headway.strategies.data_parallel.channels import communication
-from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
-from headway.strategies.data_parallel.channels.streams import Streams
-from headway.strategies.data_parallel.channels.wiring import OwnGroups
+from headway.strategies.live.channels import communication
+from headway.strategies.live.channels.communication import Channels, Job, own_work
+from headway.strategies.live.channels.streams import Streams
+from headway.strategies.live.channels.wiring import OwnGroups
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -21,8 +21,8 @@ from headway.model import ModelSpec, ParameterSpec
 from headway.permission import ASYNCHRONOUS, PRECISION, permitted
 from headway.replayer.simulate import Simulation, simulate
 from headway.scheduling.buckets import GatherMode
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.registry import plugin_of
 
 MIB = 2**20

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.decoupled import deferred
 
 
 class Entry:

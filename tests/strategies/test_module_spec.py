@@ -11,11 +11,11 @@ from torch import nn
 from headway.compression.int8 import Int8
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.asynchronous_servers.checks import check_parameters
-from headway.strategies.data_parallel.ddp import wire
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled import checks
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.runtime import check_module
+from headway.strategies.ddp import wire
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled import checks
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.parameter_server.runtime import check_module
 
 
 def test_parameters_in_registration_order_without_frozen_ones() -> None:

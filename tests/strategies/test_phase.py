@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from headway.errors import InternalError
-from headway.strategies.data_parallel import decoupled
-from headway.strategies.data_parallel.decoupled.deferred import DeferredGradient, DeferredParameter
-from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, Replaced
-from headway.strategies.data_parallel.decoupled.phase import TRANSITIONS, Event, Phase
+from headway.strategies import decoupled
+from headway.strategies.decoupled.deferred import DeferredGradient, DeferredParameter
+from headway.strategies.decoupled.parameter_state import ParameterState, Replaced
+from headway.strategies.decoupled.phase import TRANSITIONS, Event, Phase
 
 LEGAL = {
     # phase: REDUCE, STEP, BRING, FIND_UNUSED, REPLACE, SETTLE; RELEASE leads to CURRENT

@@ -14,19 +14,19 @@ from tests.strategies.test_shortlist import large_question, question_of
 
 from headway.job import Job
 from headway.strategies import helper_process
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planning
-from headway.strategies.data_parallel.decoupled.tuning.planned import (
+from headway.strategies.adaptive.tuning import planning
+from headway.strategies.adaptive.tuning.planned import (
     guesses,
     shortlist,
 )
-from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
-from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+from headway.strategies.adaptive.tuning.planned_proposer import PlannedProposer
+from headway.strategies.adaptive.tuning.proposals import (
     Candidate,
     Question,
     Setting,
     TuningEndedError,
 )
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 
 @pytest.mark.parametrize("layers", [12, 40])

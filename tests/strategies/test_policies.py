@@ -22,9 +22,9 @@ from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.strategies.base import short_name
-from headway.strategies.data_parallel import module_spec
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.live import module_spec
 from headway.strategies.registry import names, plugin_named, plugin_of
 
 DATA_PARALLEL = [name for name in names() if plugin_named(name).policy.dimension == "data"]

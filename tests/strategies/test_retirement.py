@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from headway.strategies.data_parallel.channels import retirement
+from headway.strategies.live.channels import retirement
 
 
 class Left:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.strategies.data_parallel.channels.streams import Streams
-from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
-from headway.strategies.data_parallel.decoupled.shard import Piece, ShardedState, Span
-from headway.strategies.data_parallel.decoupled.shard_update import ShardUpdate
-from headway.strategies.data_parallel.decoupled.stand_in import StandIn
+from headway.strategies.decoupled.parameter_state import ParameterState
+from headway.strategies.decoupled.shard import Piece, ShardedState, Span
+from headway.strategies.decoupled.shard_update import ShardUpdate
+from headway.strategies.decoupled.stand_in import StandIn
+from headway.strategies.live.channels.streams import Streams
 
 SIZES = (3, 5, 1, 4)
 CPU = Streams(torch.device("cpu"))

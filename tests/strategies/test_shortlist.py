@@ -15,20 +15,20 @@ from headway.job import Job
 from headway.planning import planner
 from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule, GatherMode
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planned
-from headway.strategies.data_parallel.decoupled.tuning.planned import (
+from headway.strategies.adaptive.tuning import planned
+from headway.strategies.adaptive.tuning.planned import (
     guesses,
     shortlist,
 )
-from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+from headway.strategies.adaptive.tuning.proposals import (
     Candidate,
     Learned,
     Question,
 )
-from headway.strategies.data_parallel.decoupled.tuning.servers import servers_for
-from headway.strategies.data_parallel.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
+from headway.strategies.adaptive.tuning.servers import servers_for
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 
 STOCK = DistributedDataParallelStrategy()
 SMALLER = DistributedDataParallelStrategy(bucket_cap_mb=1)

@@ -15,10 +15,10 @@ from headway.job import Job
 from headway.replayer.simulate import simulate
 from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.local_sgd.horizon import over_a_horizon
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 KIB, MIB = 2**10, 2**20
 Chooses = Callable[[Job], Strategy]

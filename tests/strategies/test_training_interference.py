@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.strategies.data_parallel.decoupled.training_interference import Passes, compared
+from headway.strategies.decoupled.training_interference import Passes, compared
 
 STOCK = Passes(forward_ns=10e6, backward_ns=22e6, forward_overlap=0.0, backward_overlap=1.0)
 

@@ -14,25 +14,25 @@ from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
 from headway.scheduling.buckets import GatherMode, forward_gather_order
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planned
-from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
-from headway.strategies.data_parallel.decoupled.tuning.planned import (
+from headway.strategies.adaptive.tuning import planned
+from headway.strategies.adaptive.tuning.learning import numbers_of, slowest_steps
+from headway.strategies.adaptive.tuning.planned import (
     OTHER_FORM,
     choose,
     close_ones,
     guesses,
     undecided,
 )
-from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
-from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+from headway.strategies.adaptive.tuning.planned_proposer import PlannedProposer
+from headway.strategies.adaptive.tuning.proposals import (
     Candidate,
     Trial,
     Tuned,
 )
-from headway.strategies.data_parallel.decoupled.tuning.watch import Period
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.adaptive.tuning.watch import Period
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 
 def trial(measured_ms: float, predicted_ms: float | None, gather: GatherMode = "parameters") -> Trial:

@@ -10,10 +10,10 @@ from torch import nn
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.channels.streams import Streams
-from headway.strategies.data_parallel.channels.wiring import wiring_of
-from headway.strategies.data_parallel.decoupled.checks import check_device_ids, check_module
-from headway.strategies.data_parallel.decoupled.shard import ShardedState
+from headway.strategies.decoupled.checks import check_device_ids, check_module
+from headway.strategies.decoupled.shard import ShardedState
+from headway.strategies.live.channels.streams import Streams
+from headway.strategies.live.channels.wiring import wiring_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 

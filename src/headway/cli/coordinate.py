@@ -123,8 +123,8 @@ def _say(line: str) -> None:
 
 def _planned(path: Path) -> GeneratorChoice:
     from headway.plan import Plan
-    from headway.strategies.decentralised.launching import choice_of
-    from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+    from headway.strategies.partial_all_reduce.launching import choice_of
+    from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
     strategy = Plan.load(path).strategy
     if not isinstance(strategy, PartialAllReduceStrategy) or strategy.is_static:

@@ -32,7 +32,11 @@ def _devices() -> list[Row]:
     from headway.models.roofline import DEVICES
 
     here = {"name": "here", "what": "this machine, timed; for models that are functions of modules"}
-    return [*({"name": name, "what": device.name} for name, device in DEVICES.items()), here]
+    rows = [
+        {"name": name, "what": f"{sheet.name}; {', '.join(sheet.flops_per_s)}"}
+        for name, sheet in DEVICES.items()
+    ]
+    return [*rows, here]
 
 
 def _clusters() -> list[Row]:

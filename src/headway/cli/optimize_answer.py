@@ -208,12 +208,15 @@ def command_lines(
 
 
 def job_command(command: Sequence[str]) -> tuple[str, ...]:
-    """The job's own command, without commands of Headway that it was recorded under, such as ``headway run``."""
+    """The job's own command, without commands of Headway that it was recorded under, such as ``headway run``.
+
+    ``headway lab run`` stays: it is the job's launcher.
+    """
     words = tuple(command)
     while "--" in words:
         before = words[: words.index("--")]
         as_module = any(pair == ("-m", "headway") for pair in pairwise(before))
-        if not before or not (Path(before[0]).name == "headway" or as_module):
+        if not before or not (Path(before[0]).name == "headway" or as_module) or "lab" in before:
             break
         words = words[len(before) + 1 :]
     return words

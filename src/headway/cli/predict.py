@@ -18,7 +18,7 @@ from headway.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from headway.cluster import Cluster
-    from headway.prediction.calibration import Calibration
+    from headway.prediction.calibration import Calibration, MeasuredStep
     from headway.prediction.replayed import Prediction
     from headway.prediction.scaling import Crossover
     from headway.prediction.workload import Workload
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headway.strategies.base import Strategy
 
 MOST_SIZES = 64
+MOST_SAMPLES = 10**9
 LONGEST = 2000  # of a sentence, in characters
 
 
@@ -60,8 +61,15 @@ LONGEST = 2000  # of a sentence, in characters
 )  # fmt: skip
 @click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
+@click.option("--precision", metavar="NAME",
+              help="fp32 (the default, without tensor cores), tf32, bf16 or fp16 (mixed precision).")  # fmt: skip
+@click.option("--batch", type=click.IntRange(1, MOST_SAMPLES), metavar="N",
+              help="Samples of each worker; by default the model's own.")  # fmt: skip
+@click.option("--global-batch", type=click.IntRange(1, MOST_SAMPLES), metavar="N",
+              help="Samples of all workers together, which share them out at every world size.")  # fmt: skip
 @click.option("--measured", "measured_texts", multiple=True, metavar="N=TIME",
-              help="A step of so many workers, measured under the first strategy; may be repeated.")  # fmt: skip
+              help="A step of so many workers, or N@SAMPLES=TIME, measured under the first strategy; may be "
+              "repeated.")  # fmt: skip
 @click.option("--collective", "collective_name", metavar="KIND",
               help="Time one collective instead of a step: all-reduce, all-gather or reduce-scatter.")  # fmt: skip
 @click.option(
@@ -86,6 +94,9 @@ def predict(
     device_name: str | None,
     what_ifs: tuple[str, ...],
     optimizer_name: str,
+    precision: str | None,
+    batch: int | None,
+    global_batch: int | None,
     measured_texts: tuple[str, ...],
     collective_name: str | None,
     size_text: str | None,
@@ -98,8 +109,9 @@ def predict(
     MODEL is a model that ships (resnet50, bert-large, gpt2, ...), a layer table in a YAML file, or a function that
     builds a torch module, as in package.module:function.
     """
+    from headway.prediction.calibration import measured_steps
     from headway.prediction.clusters import cluster_named
-    from headway.prediction.models import workload_named
+    from headway.prediction.models import batch_of, workloads_named
     from headway.prediction.scaling import best_of, crossovers, scaling
     from headway.prediction.strategies import strategies_named
     from headway.replayer.what_if import WhatIf
@@ -121,18 +133,35 @@ def predict(
     begun = time.perf_counter()
     cluster = cluster_named(cluster_name)
     world_sizes = _world_sizes(workers_text, cluster.world_size)
+    if workers_text is None and global_batch is not None:
+        world_sizes = [n for n in world_sizes if not global_batch % n or n == cluster.world_size]
+    batches = {workers: batch_of(workers, batch, global_batch) for workers in world_sizes}
+    measured = {
+        step: step.samples or batch_of(step.workers, batch, global_batch)
+        for step in measured_steps(measured_texts)
+    }
     with output.progress("costing the model"):
-        workload = workload_named(model, device_name, optimizer_name)
-    chosen = strategies_named(strategies, workload)
-    calibration = _calibrated(measured_texts, workload, cluster, chosen, what_if)
+        workloads = workloads_named(
+            model, device_name, optimizer_name, [*batches.values(), *measured.values()], precision
+        )
+    sized = {workers: workloads[samples] for workers, samples in batches.items()}
+    chosen = strategies_named(strategies, sized[world_sizes[-1]])
+    measured_workloads = {step: workloads[samples] for step, samples in measured.items()}
+    calibration = _calibrated(measured_workloads, cluster, chosen, what_if)
     if calibration is not None:
         what_if = calibration.what_if
+        sized = {workers: calibration.corrected(each) for workers, each in sized.items()}
+    workload = sized[world_sizes[-1]]
+    notes = dict.fromkeys(note for each in sized.values() for note in each.notes)
     with output.progress("predicting") as advance:
-        found = scaling(workload, cluster, chosen, world_sizes, advance, what_if, all_needed=bool(strategies))
+        found = scaling(
+            workload, cluster, chosen, world_sizes, advance, what_if, all_needed=bool(strategies), sized=sized
+        )
     if plot_path is not None:
         from headway.report.scaling import draw_scaling
 
-        draw_scaling(found, f"{workload.name}, {workload.batch} a worker, {workload.times}", plot_path)
+        shared = f"{global_batch} samples in all" if global_batch else f"{workload.batch} a worker"
+        draw_scaling(found, f"{workload.name}, {shared}, {workload.times}", plot_path)
     largest = [each for each in found if each.workers == world_sizes[-1]]
     best = best_of(largest, allow)
     overtakings = crossovers(found)
@@ -147,6 +176,9 @@ def predict(
             {
                 "model": workload.name,
                 "cluster": cluster.source,
+                "computation": workload.times,
+                "samples": best.samples,
+                "notes": list(notes),
                 "workers": best.workers,
                 "what_if": what_if.describe(),
                 **({} if calibration is None else {"calibration": asdict(calibration)}),
@@ -166,9 +198,18 @@ def predict(
             },
         )
         return
-    said = [] if calibration is None else [calibration.describe()]
+    said = [*([] if calibration is None else [calibration.describe()]), *notes]
     _print_steps(
-        found, best, allow, workload, cluster, what_if, close, overtakings, said, compared=not strategies
+        found,
+        best,
+        allow,
+        workload,
+        cluster,
+        WhatIf.parse(what_ifs),
+        close,
+        overtakings,
+        said,
+        compared=not strategies,
     )
 
 
@@ -193,7 +234,7 @@ def _print_steps(
     how = ", ".join(filter(None, [best.strategy, what_if.describe()]))
     answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on "
-        f"{counted(best.workers, 'worker')} with {how}{second}: "
+        f"{counted(best.workers, 'worker')} of {counted(best.samples, 'sample')} each with {how}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
     )
     sentences = [answer, *said, *_of_other_training(best, largest, allow)]
@@ -218,25 +259,23 @@ def _print_steps(
 
 
 def _calibrated(
-    texts: tuple[str, ...],
-    workload: Workload,
+    measured: Mapping[MeasuredStep, Workload],
     cluster: Cluster,
     chosen: Mapping[str, Strategy],
     what_if: WhatIf,
 ) -> Calibration | None:
-    from headway.prediction.calibration import calibrate, measured_steps
+    from headway.prediction.calibration import calibrate
     from headway.replayer.what_if import WhatIf as Plain
 
-    if not texts:
+    if not measured:
         return None
-    measured_ms = measured_steps(texts)
     if what_if != Plain():
         raise UserError(
             "--measured and --what-if do not go together", got=what_if.describe(), expected="one of them"
         )
     name = next(iter(chosen))
     with output.progress("calibrating"):
-        return calibrate(workload, cluster, name, chosen[name], measured_ms)
+        return calibrate(measured, cluster, name, chosen[name])
 
 
 def _print_collective(
@@ -258,7 +297,8 @@ def _print_collective(
     by = found.algorithm.replace("_", " ") + (f", {found.protocol.upper()}" if found.protocol else "")
     console = output.console()
     console.print(
-        f"{_duration(found.time_us)} for {name} of {format_bytes(found.size_bytes)} over {found.workers} workers on "
+        f"{_duration(found.time_us)} ± {_duration(found.uncertainty_us)} for {name} of "
+        f"{format_bytes(found.size_bytes)} over {found.workers} workers on "
         f"{found.hosts} host{'s' if found.hosts > 1 else ''}, by {by}: {found.tensor_gb_s:.3g} GB/s of the tensor, "
         f"{found.bus_gb_s:.3g} GB/s on the bus."
     )
@@ -300,17 +340,29 @@ def _as_fast(predictions: list[Prediction], workload: Workload) -> list[Predicti
 
 def _table(predictions: list[Prediction], workload: Workload, close: Mapping[int, list[Prediction]]) -> Table:
     table = Table(
-        "workers", "strategy", "ms a step", "exposed ms", "samples/s", "efficiency", "peak memory a worker"
+        "workers",
+        "batch",
+        "strategy",
+        "ms a step",
+        "exposed ms",
+        "samples/s",
+        "efficiency",
+        "peak memory a worker",
     )
     for each in predictions:
         table.add_row(
-            str(each.workers), one_line(each.strategy) + " ‡" * bool(each.changes_training),
+            str(each.workers), str(each.samples), one_line(each.strategy) + " ‡" * bool(each.changes_training),
             f"{each.step_ms:.1f}" + " ≈" * (each in close[each.workers] and len(close[each.workers]) > 1),
             f"{each.exposed_ms:.1f}",
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip
     computation_ms = workload.computation_ns / 1e6
-    said = [f"Computation takes {computation_ms:.1f} ms of each step, the update included."]
+    largest = max(each.workers for each in predictions)
+    several = len({each.samples for each in predictions}) > 1
+    at = f" with {counted(largest, 'worker')}" if several else ""
+    said = [f"Computation takes {computation_ms:.1f} ms of each step{at}, the update included."]
+    if several:
+        said.append("Efficiency compares with workers that compute the same batch by themselves.")
     if workload.times_error:
         said.append(
             f"All steps may be off by ± {workload.times_error * computation_ms:.1f} ms together, as the times of "

@@ -78,7 +78,7 @@ def settings(
 
 def _of_recorded(found: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
     """DDP's settings for the plan that was recorded, which change nothing where the script itself trained so."""
-    from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+    from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
     if plan.strategy == DistributedDataParallelStrategy() and not plan.passes:
         kept = found.files if keeps_files else {}

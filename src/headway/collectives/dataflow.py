@@ -13,7 +13,7 @@ from headway.collectives.resources import ClusterResources, Messages
 from headway.simulation.building import OperationGraphBuilder
 from headway.simulation.operations import DURATION, NONE, ROUTE, SPILL, SUCCESSORS, WAITS, OperationGraph
 
-__all__ = ["ProgramOf", "alone", "expand"]
+__all__ = ["alone", "expand"]
 
 
 class CollectiveBlock:

@@ -28,7 +28,7 @@ def direct_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkP
         for distance in range(1, world_size)
         for piece in range(pieces)
     )
-    return _program("direct_reduce_scatter", rank, world_size, steps, pieces)
+    return _direct_program("direct_reduce_scatter", rank, world_size, steps, pieces)
 
 
 @lru_cache(maxsize=4096)
@@ -46,10 +46,12 @@ def direct_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgr
         for distance in range(1, world_size)
         for piece in range(pieces)
     )
-    return _program("direct_all_gather", rank, world_size, steps, pieces)
+    return _direct_program("direct_all_gather", rank, world_size, steps, pieces)
 
 
-def _program(name: str, rank: int, world_size: int, steps: tuple[Step, ...], pieces: int) -> ChunkProgram:
+def _direct_program(
+    name: str, rank: int, world_size: int, steps: tuple[Step, ...], pieces: int
+) -> ChunkProgram:
     """All receives are posted at the beginning: a receive that is posted later is announced behind what is sent."""
     lookahead = max(1, len(steps))
     return ChunkProgram(name, rank, world_size, world_size, steps, pieces, lookahead, rotation=1)

@@ -60,7 +60,7 @@ def halving_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
         )
         for number, distance in enumerate(reversed(list(_distances(world_size))))
     )
-    return _program("halving_reduce_scatter", rank, world_size, steps, LOOKAHEAD_ROUNDS)
+    return _halving_program("halving_reduce_scatter", rank, world_size, steps, LOOKAHEAD_ROUNDS)
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +82,7 @@ def doubling_all_gather(rank: int, world_size: int) -> ChunkProgram:
         )
         for number, distance in enumerate(_distances(world_size))
     )
-    return _program("doubling_all_gather", rank, world_size, steps, max(1, len(steps)))
+    return _halving_program("doubling_all_gather", rank, world_size, steps, max(1, len(steps)))
 
 
 def _distances(world_size: int) -> Iterator[int]:
@@ -98,5 +98,7 @@ def _block(rank: int, size: int, world_size: int) -> int:
     return owned_chunk(rank, world_size) // size * size
 
 
-def _program(name: str, rank: int, world_size: int, steps: tuple[Step, ...], lookahead: int) -> ChunkProgram:
+def _halving_program(
+    name: str, rank: int, world_size: int, steps: tuple[Step, ...], lookahead: int
+) -> ChunkProgram:
     return ChunkProgram(name, rank, world_size, world_size, steps, lookahead=lookahead, mirrors=True)

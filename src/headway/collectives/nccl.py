@@ -7,9 +7,10 @@ here, for hosts that are alike. Where a communicator has been timed, a factor on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from headway.cluster import Cluster, Ways
@@ -90,8 +91,10 @@ class Fabric:
     cards of a host that the communicator uses carry together; both as NCCL reaches them, in GB/s. ``channels`` counts
     those of its rings. ``version`` is NCCL's: from 2.29 on NVLS is expected to be slower.
 
-    What NCCL does not know when it chooses: ``reached`` is the share of ``outside_gb_s`` that is reached, and
-    ``network_factor`` how many times as long latencies between hosts are.
+    What NCCL does not know when it chooses: ``reached`` is the share of ``outside_gb_s`` that is reached,
+    ``network_factor`` is how many times as long latencies between hosts are, ``tree_factor`` those of trees, and
+    ``passing_gb_s`` is the most that rings carry through a GPU's links. ``scaled`` is by how much what-ifs changed all
+    bandwidths and latencies.
     """
 
     architecture: Architecture = "hopper"
@@ -104,6 +107,9 @@ class Fabric:
     collnet: bool = False
     reached: float = 1.0
     network_factor: float = 1.0
+    tree_factor: float = 1.0
+    passing_gb_s: float = math.inf
+    scaled: tuple[float, float] = (1.0, 1.0)
     version: tuple[int, int] = (2, 27)
 
 
@@ -133,6 +139,9 @@ def fabric_of(cluster: Cluster, hosts: Sequence[int], a_host: int) -> Fabric:
         nvls=known.nvls,
         reached=min(reached, MOST_REACHED),
         network_factor=known.network_factor * longer,
+        tree_factor=known.tree_factor,
+        passing_gb_s=known.inside_gb_s,
+        scaled=known.scaled,
         version=known.version,
     )
 
@@ -192,6 +201,7 @@ def _bus_gb_s(
     by_cpu = _LL_BY_CPU[fabric.cpu]
     ll_most = by_cpu[count - 1] if count else _LL_OF_ONE_HOST[fabric.architecture]
     if algorithm == "ring":
+        whole = min(whole, fabric.passing_gb_s)
         if protocol == "ll":
             return min(ll_most, 0.5 * whole)
         return whole if simple else min(0.92 * whole, fabric.channels * _RING_LL128[fabric.architecture])
@@ -269,7 +279,7 @@ def _latency_us(
         crossings = 0 if hosts == 1 else (2 if kind == "all_reduce" else 1) * (hosts - 1)
         return base_us + (steps - crossings) * inside_us + crossings * outside_us
     if algorithm == "tree":
-        return base_us + 2 * ((a_host - 1) * inside_us + rounds * outside_us)
+        return fabric.tree_factor * (base_us + 2 * ((a_host - 1) * inside_us + rounds * outside_us))
     if algorithm == "nvls":
         return inside_us + (outside_us if hosts > 1 else 0.0)
     if algorithm == "nvls_tree":
@@ -312,20 +322,45 @@ def time_us(
 
 
 def choose(kind: Kind, size_bytes: float, ranks: int, hosts: int, fabric: Fabric) -> Choice:
-    """What NCCL takes, the algorithm and protocol of the shortest time that it expects, and how long that takes."""
-    expected = _as_nccl_sees_it(fabric)
-    found = [
-        Choice(algorithm, protocol, expected_us)
+    """What NCCL takes, the algorithm and protocol of the shortest time that it expects, and how long that takes.
+
+    After a what-if it may also keep what it took before (NCCL_ALGO), so that no faster network makes a slower step.
+    """
+    choices = {_expected_best(kind, size_bytes, ranks, hosts, _as_nccl_sees_it(fabric))}
+    if fabric.scaled != (1.0, 1.0):
+        choices.add(_expected_best(kind, size_bytes, ranks, hosts, _as_nccl_saw_it(fabric)))
+    timed = []
+    for algorithm, protocol in choices:
+        latency_us, gb_s = tuned(kind, algorithm, protocol, ranks, hosts, fabric)
+        timed.append(Choice(algorithm, protocol, latency_us + size_bytes / (1e3 * gb_s)))
+    return min(timed, key=lambda choice: choice.time_us)
+
+
+@lru_cache(maxsize=100_000)
+def _expected_best(
+    kind: Kind, size_bytes: float, ranks: int, hosts: int, fabric: Fabric
+) -> tuple[Algorithm, Protocol]:
+    expected_us = {
+        (algorithm, protocol): expected
         for algorithm in ALGORITHMS
         for protocol in PROTOCOLS
-        if (expected_us := time_us(kind, algorithm, protocol, size_bytes, ranks, hosts, expected)) is not None
-    ]
-    assert found, "a ring always can"
-    taken = min(found, key=lambda choice: choice.time_us)
-    latency_us, gb_s = tuned(kind, taken.algorithm, taken.protocol, ranks, hosts, fabric)
-    return taken._replace(time_us=latency_us + size_bytes / (1e3 * gb_s))
+        if (expected := time_us(kind, algorithm, protocol, size_bytes, ranks, hosts, fabric)) is not None
+    }
+    assert expected_us, "a ring always can"
+    return min(expected_us, key=lambda pair: expected_us[pair])
 
 
 @cache
 def _as_nccl_sees_it(fabric: Fabric) -> Fabric:
-    return replace(fabric, reached=1.0, network_factor=1.0)
+    return replace(
+        fabric, reached=1.0, network_factor=1.0, tree_factor=1.0, passing_gb_s=math.inf, scaled=(1.0, 1.0)
+    )
+
+
+@cache
+def _as_nccl_saw_it(fabric: Fabric) -> Fabric:
+    before = _as_nccl_sees_it(fabric)
+    bandwidth = fabric.scaled[0]
+    return replace(
+        before, inside_gb_s=before.inside_gb_s / bandwidth, outside_gb_s=before.outside_gb_s / bandwidth
+    )

@@ -196,7 +196,10 @@ class ClusterResources:
             ], duration_ns
         share = (len(ranks) - 1) / len(ranks) * (2 if kind == ALL_REDUCE else 1)
         wire_gbps = size_bytes * cost.byte_factor * share * 8 / max(duration_ns, 1)
-        asked = min(1.0, max(wire_gbps / self._most_gbps, 1e-6))
+        # A ring through all GPUs of a host leaves no more room to another than their own links have.
+        link_gbps = min(self._up_gbps[hosts].min(), self._down_gbps[hosts].min())
+        of_links = wire_gbps / (8 * fabric.passing_gb_s) * a_host / self.cluster.hosts[hosts[0]].workers
+        asked = min(1.0, max(wire_gbps, of_links * link_gbps, 1e-6) / self._most_gbps)
         following = [*hosts.tolist()[1:], int(hosts[0])]
         routes = [
             self.routes.number(2 * here, 2 * (there % self._hosts) + 1, queue=connection, asked=asked)

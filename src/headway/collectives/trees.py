@@ -44,7 +44,7 @@ def tree_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
             )
             for (send_piece, run), (receive_piece, receive_run) in zip(sent, received, strict=True)
         ]  # fmt: skip
-    return _program("tree_reduce_scatter", rank, world_size, steps, RECEIVES_POSTED)
+    return _tree_program("tree_reduce_scatter", rank, world_size, steps, RECEIVES_POSTED)
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +66,7 @@ def tree_all_gather(rank: int, world_size: int) -> ChunkProgram:
             )
             for (send_piece, run), (receive_piece, receive_run) in zip(sent, received, strict=True)
         ]  # fmt: skip
-    return _program("tree_all_gather", rank, world_size, steps, max(1, len(steps)))
+    return _tree_program("tree_all_gather", rank, world_size, steps, max(1, len(steps)))
 
 
 def _rounds(world_size: int) -> Iterator[tuple[int, int]]:
@@ -90,5 +90,5 @@ def _runs(first: int, count: int, world_size: int) -> list[Run]:
     return [(first, cut), ((first + cut) % world_size, count - cut)]
 
 
-def _program(name: str, rank: int, world_size: int, steps: list[Step], lookahead: int) -> ChunkProgram:
+def _tree_program(name: str, rank: int, world_size: int, steps: list[Step], lookahead: int) -> ChunkProgram:
     return ChunkProgram(name, rank, world_size, world_size, tuple(steps), lookahead=lookahead)

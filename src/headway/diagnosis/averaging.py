@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.coordination.matrices import iterations_to_mix
 from headway.diagnosis.breakdown import NS_A_MS
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.trace.format import Trace
 from headway.trace.rounds import AveragingRound
 

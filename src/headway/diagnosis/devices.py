@@ -6,7 +6,7 @@ from headway.diagnosis.findings import Finding, of_each_step
 from headway.diagnosis.timeline import RankTime
 from headway.trace.events import Events, Idle, Kind
 
-STANDS_OUT = 0.10  # of the step
+IDLE_STANDS_OUT = 0.10  # of the step
 MOSTLY = 0.5  # of the idleness
 
 
@@ -37,4 +37,4 @@ def idle_finding(times: dict[int, RankTime], events: dict[int, Events], step_ms:
             f"The device is idle for {cost} because its host does not launch work fast enough; launch fewer kernels, "
             "with larger batches, fused operators, torch.compile or CUDA graphs, and look at what else the host does."
         )
-    return Finding(cause, cost_ms, sentence, (), cost_ms >= STANDS_OUT * step_ms)
+    return Finding(cause, cost_ms, sentence, (), cost_ms >= IDLE_STANDS_OUT * step_ms)

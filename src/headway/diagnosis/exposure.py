@@ -48,7 +48,7 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
     if shape.sharded:
         return _sharded(shape)
     if shape.blocking_ms > MOST * mean.exposed_communication:
-        return _blocking(shape)
+        return _blocking_words(shape)
     exposed_ms = mean.exposed_communication
     return _latency(shape) or _link(shape, exposed_ms) or _buckets(shape, exposed_ms)
 
@@ -64,7 +64,7 @@ def _sharded(shape: CommunicationShape) -> str:
     return f"{gathers}, which the computation of its layers does not hide; prefetch more, {fewer}"
 
 
-def _blocking(shape: CommunicationShape) -> str:
+def _blocking_words(shape: CommunicationShape) -> str:
     """What is no gradients and was waited for."""
     others = " and others" if shape.blocking_kinds > 1 else ""
     name = f"{shape.blocking_name or 'communication'}{others}"

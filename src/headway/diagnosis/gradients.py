@@ -75,7 +75,7 @@ def communication_shape(
         if (share := _mean(ready[carrying & (rows.bucket == bucket)])) is not None
     }
     last = max(shares, key=lambda bucket: (shares[bucket], bucket), default=-1)
-    blocking = _blocking(times, rows, steps)
+    blocking = _blocking_calls(times, rows, steps)
     return CommunicationShape(
         collectives=float(counted.sum()) / steps,
         mean_bytes=float(rows.size_bytes[counted].mean()) if counted.any() else 0.0,
@@ -186,15 +186,17 @@ class _Blocking(NamedTuple):
     layers: float
 
 
-def _blocking(times: dict[int, RankTime], rows: Communications, steps: int) -> _Blocking:
+def _blocking_calls(times: dict[int, RankTime], rows: Communications, steps: int) -> _Blocking:
     total_ns = count = layers = layers_ns = waited_ns = size_bytes = 0
     of_name: dict[str, int] = {}
     for rank, time in times.items():
-        own = rows.where((rows.rank == rank) & (rows.bucket < 0))
-        spans = intervals.union(own.arrival_ns, own.end_ns)
+        of_rank = rows.where(rows.rank == rank)
+        begin_ns, is_blocking = _turns_ns(of_rank), of_rank.bucket < 0
+        own, begin_ns = of_rank.where(is_blocking), begin_ns[is_blocking]
+        spans = intervals.union(begin_ns, own.end_ns)
         exposed = intervals.intersect(time.exposed, intervals.union(time.step_start_ns, time.step_end_ns))
         total_ns += intervals.length_ns(intervals.intersect(exposed, spans))
-        waited = intervals.length_within(exposed, own.arrival_ns, own.end_ns)
+        waited = intervals.length_within(exposed, begin_ns, own.end_ns)
         count += int(np.count_nonzero(waited))
         size_bytes += int(own.size_bytes[waited > 0].sum())
         waited_ns += int(waited.sum())
@@ -209,6 +211,20 @@ def _blocking(times: dict[int, RankTime], rows: Communications, steps: int) -> _
         total_ns / steps / 1e6, of_name, count / steps, size_bytes / max(count, 1),
         layers_ns / max(waited_ns, 1), layers / steps,
     )  # fmt: skip
+
+
+def _turns_ns(own: Communications) -> Ints:
+    """When a rank's rows could be carried out: once they were called, and the calls before them in their group done.
+
+    DDP's small all-reduce of unused parameters is called behind its buckets, and waits for them.
+    """
+    turns_ns = own.arrival_ns.copy()
+    for group in dict.fromkeys(own.group.tolist()):
+        of_group = np.flatnonzero(own.group == group)
+        order = of_group[np.lexsort((own.sequence[of_group], own.arrival_ns[of_group]))]
+        before_ns = np.maximum.accumulate(own.end_ns[order])[:-1]
+        turns_ns[order[1:]] = np.clip(before_ns, own.arrival_ns[order[1:]], own.end_ns[order[1:]])
+    return turns_ns
 
 
 def _between_layers(time: RankTime, own: Communications) -> Flags:

@@ -17,7 +17,7 @@ from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 from headway.units import format_bytes
 
-STANDS_OUT = 0.05  # of the step
+LATE_LAUNCH_STANDS_OUT = 0.05  # of the step
 MOST_GRADIENTS = 0.5  # of the model's bytes: from here on, what is reduced after backward are the gradients
 _REDUCING = ("all_reduce", "reduce_scatter")
 _NEVER = np.iinfo(np.int64).min
@@ -110,4 +110,6 @@ def launch_finding(late: LateLaunch, step_ms: float) -> Finding:
         f"{ready} which costs {of_each_step(late.cost_ms, step_ms)}; start each "
         "as soon as it is ready, as DistributedDataParallel does."
     )
-    return Finding("late_launch", late.cost_ms, sentence, (), late.cost_ms >= STANDS_OUT * step_ms)
+    return Finding(
+        "late_launch", late.cost_ms, sentence, (), late.cost_ms >= LATE_LAUNCH_STANDS_OUT * step_ms
+    )

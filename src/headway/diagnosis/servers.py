@@ -11,7 +11,7 @@ from headway.diagnosis.timeline import RankTime
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
-STANDS_OUT = 0.10  # of the step
+SERVERS_STAND_OUT = 0.10  # of the step
 BUSY = 0.5  # of what is waited for: from here on it is the servers' own work
 
 
@@ -42,7 +42,7 @@ def server_finding(
         f"Parameter servers are the bottleneck: workers wait {of_each_step(cost_ms, step_ms)} for {count:.3g} pushes "
         f"and pulls; {because}."
     )
-    return Finding("parameter_servers", cost_ms, sentence, (), cost_ms >= STANDS_OUT * step_ms)
+    return Finding("parameter_servers", cost_ms, sentence, (), cost_ms >= SERVERS_STAND_OUT * step_ms)
 
 
 def _busy_share(trace: Trace, waits: intervals.Spans) -> float:

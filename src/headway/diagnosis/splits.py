@@ -25,14 +25,14 @@ def split_advice(
     replicas = trace.world_size // max(1, len(trace.stages)) if trace.stages_a_rank == 1 else 1
     if not trace.stages or why_not_split(trace.stages, stages_a_rank=trace.stages_a_rank, replicas=replicas):
         return ""
-    sizes, ns_a_byte = _messages(trace)
+    sizes, ns_a_byte = _stage_messages(trace)
     if len(sizes) != len(trace.stages) - 1:
         return ""
     links = StageLinks(trace.stages, tuple(sizes))
     found = links.splits(schedule.micro_batches, lambda stage, size: ns_a_byte[stage] * size)
-    now_ms = _total_ms(schedule, lasts_ms)
+    now_ms = _split_ms(schedule, lasts_ms)
     best = min(
-        ((_total_ms(schedule, _with(links, each.ends, lasts_ms)), each.ends) for each in found),
+        ((_split_ms(schedule, _with(links, each.ends, lasts_ms)), each.ends) for each in found),
         default=(now_ms, links.ends),
     )
     gain = (now_ms - best[0]) / step_ms
@@ -51,12 +51,12 @@ def _with(links: StageLinks, ends: tuple[int, ...], lasts_ms: Mapping[Action, fl
     return {action: took(action) for action in lasts_ms}
 
 
-def _total_ms(schedule: PipelineSchedule, lasts_ms: Mapping[Action, float]) -> float:
+def _split_ms(schedule: PipelineSchedule, lasts_ms: Mapping[Action, float]) -> float:
     times = times_without_messages(schedule, lambda action: round(lasts_ms[action] * NS_A_MS))
     return times.total / NS_A_MS
 
 
-def _messages(trace: Trace) -> tuple[list[int], dict[int, float]]:
+def _stage_messages(trace: Trace) -> tuple[list[int], dict[int, float]]:
     """The usual bytes of what each stage but the last hands on, and what a byte of it takes there or back."""
     stage_of = {rank: stage for stage, ranks in trace.ranks_of_stages.items() for rank in ranks}
     sizes: dict[int, list[int]] = defaultdict(list)

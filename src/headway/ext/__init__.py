@@ -49,7 +49,7 @@ from headway.plugins import API_VERSION
 from headway.scheduling.buckets import Bucket, BucketSchedule, make_buckets, whole
 from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
 from headway.strategies.injection import Injection, ScheduleInjection

@@ -36,7 +36,7 @@ from headway.plugins import PluginFaultError
 from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy, decided
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import proposal_of
 from headway.strategies.registry import names, plugin_of
 
@@ -197,7 +197,7 @@ def train(rank: int, world_size: int, name: str, options: Mapping[str, Any], *, 
 
     from headway.integrations import plan_injection
     from headway.integrations.parallelize import finish, parallelize
-    from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.live.module_spec import model_spec
     from headway.strategies.registry import policy_named
 
     strategy = policy_named(name).model_validate(dict(options))

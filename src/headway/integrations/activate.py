@@ -33,7 +33,7 @@ def on_torch_import(_torch: Any) -> None:
         _call_when_a_rank(functools.partial(_leave_alone, set()))
         return
     from headway import torch_private
-    from headway.strategies.data_parallel import reads
+    from headway.strategies.live import reads
 
     reads.install()  # before scripts import what it replaces by name
     reports.say()

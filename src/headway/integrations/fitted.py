@@ -19,7 +19,7 @@ def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:
     """Raise PlanError unless ``plan`` holds for ``model`` and for the size of ``process_group``."""
     import torch.distributed as dist
 
-    from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.live.module_spec import model_spec
 
     workers = dist.get_world_size(process_group)
     holds = _for_workers(plan, workers) is not None

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 MAIN_THREAD_WITHIN_S = 1.0
-PATIENCE_S = 4.0  # with other ranks, which are told to end too
+INTERRUPTED_PATIENCE_S = 4.0  # with other ranks, which are told to end too
 STOPPED_WITHIN_S = 5.0  # what a signal has stopped first
 SAVED_WITHIN_S = 8.0  # or never; launchers kill after some 30 s
 
@@ -140,7 +140,7 @@ class _Interruption:
         if recorder is not None:
             if self._heeding or recorder.writer is threading.main_thread():
                 self._postponed.append(number)
-                recorder.hurry(PATIENCE_S)
+                recorder.hurry(INTERRUPTED_PATIENCE_S)
                 return
             self._heeding = number
             with _children_may_die():
@@ -160,12 +160,12 @@ class _Interruption:
 
     def _save(self, recorder: Savable) -> None:
         """Have a thread of its own write the recording, once."""
-        recorder.hurry(PATIENCE_S)
+        recorder.hurry(INTERRUPTED_PATIENCE_S)
         if self._saving.acquire(blocking=False):
 
             def save() -> None:
                 try:
-                    recorder.finish(PATIENCE_S)
+                    recorder.finish(INTERRUPTED_PATIENCE_S)
                 finally:
                     self._over.set()
 

@@ -23,7 +23,7 @@ from headway.network import halting
 from headway.trace.folder import CLUSTER
 
 KEY = "headway/measuring"
-PATIENCE_S = 20.0  # with the other ranks' last recorded step
+MEASURING_PATIENCE_S = 20.0  # with the other ranks' last recorded step
 GO, NOT = "go", "not"
 
 
@@ -34,10 +34,10 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
     fails is said in a line, and training goes on. A signal that would end this rank stops the others' measuring too.
     """
     with interruption.postponed(halting.ask), halting.heeded():
-        _measure(token, folder, wanted=wanted)
+        _measure_costs(token, folder, wanted=wanted)
 
 
-def _measure(token: str, folder: Path, *, wanted: bool) -> None:
+def _measure_costs(token: str, folder: Path, *, wanted: bool) -> None:
     rank = dist.get_rank()
     try:
         if not _all_come(f"{KEY}/{token}", wanted=wanted and _permitted()):
@@ -81,11 +81,11 @@ def _all_come(key: str, *, wanted: bool) -> bool:
     elif store.add(f"{key}/come", 1) == dist.get_world_size():
         store.compare_set(decision, "", GO)
     else:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + MEASURING_PATIENCE_S
         while not store.check([decision]) and time.monotonic() < deadline:
             time.sleep(0.01)
         store.compare_set(decision, "", NOT)
-    store.wait([decision], timedelta(seconds=PATIENCE_S))
+    store.wait([decision], timedelta(seconds=MEASURING_PATIENCE_S))
     return bool(store.get(decision).decode() == GO)
 
 

@@ -11,7 +11,7 @@ from headway.integrations.fitted import strategy_for
 from headway.passes.applied import apply_all
 from headway.plan import Plan
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of, plugins
@@ -130,7 +130,7 @@ def _pipelined(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.live.module_spec import model_spec
     from headway.strategies.pipeline.placement import placed
     from headway.strategies.pipeline.plugin import pipelined
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.errors import PlanError, UserError
 from headway.integrations.device_memory import memory_bytes
 from headway.plan import Plan
-from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import ScheduleInjection
+from headway.strategies.live.module_spec import model_spec
 from headway.torch_private import pipelining
 from headway.units import format_bytes
 

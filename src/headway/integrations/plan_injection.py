@@ -24,9 +24,9 @@ from headway.integrations.followable import injection_of
 from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
 from headway.plugins import asking
-from headway.strategies.data_parallel.existing_group import existing_group
-from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
+from headway.strategies.live.existing_group import existing_group
+from headway.strategies.live.module_spec import model_spec
 from headway.torch_private import backends_of, sharded_by_fully_shard
 from headway.torch_private.step_hooks import StepHook, before_every_step
 from headway.units import format_bytes
@@ -221,7 +221,8 @@ def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, 
         _check_everywhere(planned, module, (module, *args), kwargs)
     if not planned:
         _stock_init(self, module, *args, **kwargs)
-        _stays_stock(installed.plan, self)
+        if not type(module).__module__.startswith("headway."):  # such as the recorder's probes
+            _stays_stock(installed.plan, self)
         return
     _construct(installed, _stock_init, self, module, *args, **kwargs)
 

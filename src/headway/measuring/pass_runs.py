@@ -28,7 +28,7 @@ from headway.job import MeasuredEffect
 from headway.passes.measured import MeasuredPass
 from headway.passes.registry import passes
 from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace
 

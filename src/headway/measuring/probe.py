@@ -124,7 +124,7 @@ def _probed(
     concurrent = CANDIDATES[0].prepared(CONCURRENT_BYTES, Hosts.of_cluster(cluster), second)
     slowdown, update_s = communication_interference(concurrent, effort.interference_rounds)
     progress("what decoupled training and its communication cost each other")
-    from headway.strategies.data_parallel.decoupled.training_interference import training_interference
+    from headway.strategies.decoupled.training_interference import training_interference
 
     found = training_interference(slowdown)
     own_us = {
@@ -140,7 +140,7 @@ def _probed(
 
 def _runtime_costs_us() -> dict[str, float]:
     """What the decoupled runtime costs the main thread, in the mean over ranks."""
-    from headway.strategies.data_parallel.decoupled.own_cost import own_cost
+    from headway.strategies.decoupled.own_cost import own_cost
 
     mean = torch.tensor(own_cost(), dtype=torch.float64)
     dist.all_reduce(mean)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from headway.models.table import LayerTable
 from headway.models.transformer import TransformerBuilder
 
-_VOCABULARY, _POSITIONS, _SEGMENTS = 30_528, 512, 2
-_WORDS = "bert.embeddings.word_embeddings"
+_BERT_VOCABULARY, _BERT_POSITIONS, _BERT_SEGMENTS = 30_528, 512, 2
+_BERT_WORDS = "bert.embeddings.word_embeddings"
 
 
 def bert_base(samples: int = 64, length: int = 64) -> LayerTable:
@@ -24,9 +24,9 @@ def bert_large(samples: int = 32, length: int = 64) -> LayerTable:
 
 def _bert(name: str, net: TransformerBuilder, depth: int) -> LayerTable:
     width, words, inner = net.width, net.words, 4 * net.width
-    net.embedding(_WORDS, _VOCABULARY)
-    net.embedding("bert.embeddings.position_embeddings", _POSITIONS)
-    net.embedding("bert.embeddings.token_type_embeddings", _SEGMENTS)
+    net.embedding(_BERT_WORDS, _BERT_VOCABULARY)
+    net.embedding("bert.embeddings.position_embeddings", _BERT_POSITIONS)
+    net.embedding("bert.embeddings.token_type_embeddings", _BERT_SEGMENTS)
     net.norm("bert.embeddings.LayerNorm")
     for index in range(depth):
         layer = f"bert.encoder.layer.{index}"
@@ -51,7 +51,7 @@ def _bert(name: str, net: TransformerBuilder, depth: int) -> LayerTable:
     gelu = net.elementwise(words * width, 2, 1)
     net.linear("cls.predictions.transform.dense", width, width, rows=words, after=gelu)
     net.norm("cls.predictions.transform.LayerNorm")
-    loss = net.elementwise(words * _VOCABULARY, 3, 2)
-    net.tied_linear("cls.predictions.decoder", _VOCABULARY, f"{_WORDS}.weight", loss)
+    loss = net.elementwise(words * _BERT_VOCABULARY, 3, 2, in_single=True)
+    net.tied_linear("cls.predictions.decoder", _BERT_VOCABULARY, f"{_BERT_WORDS}.weight", loss)
     net.linear("cls.seq_relationship", width, 2, rows=net.samples)
     return LayerTable(name, f"{net.samples} sequences of {net.length} words", net.samples, tuple(net.layers))

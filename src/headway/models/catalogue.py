@@ -14,7 +14,7 @@ from headway.models.resnet import resnet50
 from headway.models.table import LayerTable
 from headway.models.vgg import vgg16
 
-PUBLISHED: Mapping[str, Callable[[], LayerTable]] = MappingProxyType(
+PUBLISHED: Mapping[str, Callable[..., LayerTable]] = MappingProxyType(
     {
         "resnet50": resnet50,
         "densenet201": densenet201,
@@ -25,5 +25,7 @@ PUBLISHED: Mapping[str, Callable[[], LayerTable]] = MappingProxyType(
 )
 """Each makes its table for the batch of DeAR's evaluation (arXiv 2302.12445), whose images are all of 224 x 224."""
 
-MODELS: Mapping[str, Callable[[], LayerTable]] = MappingProxyType({**PUBLISHED, "vgg16": vgg16, "gpt2": gpt2})
-"""All of them."""
+MODELS: Mapping[str, Callable[..., LayerTable]] = MappingProxyType(
+    {**PUBLISHED, "vgg16": vgg16, "gpt2": gpt2}
+)
+"""All of them; ``samples=`` makes the table for another batch."""

@@ -86,7 +86,8 @@ class ConvolutionalBuilder:
         self._extend(self._bytes(inputs) + self._bytes(output))
         self._keep(inputs)
         if not average:
-            self._work(Work(kept_bytes=float(self.samples * output.numel * PLACE_BYTES)))
+            places_bytes = float(self.samples * output.numel * PLACE_BYTES)
+            self._work(Work(kept_bytes=places_bytes, single_bytes=places_bytes))
         return output
 
     def pool_all(self, inputs: Feature) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.models.convolutional import ConvolutionalBuilder, Feature
 from headway.models.table import LayerTable
 
-_DEPTHS = (6, 12, 48, 32)
+_DENSENET_DEPTHS = (6, 12, 48, 32)
 _GROWTH = 32
 _BOTTLENECK = 4
 
@@ -15,10 +15,10 @@ def densenet201(samples: int = 32) -> LayerTable:
     net = ConvolutionalBuilder(samples)
     x = net.convolution("features.conv0", Feature(3, 224, 224), 64, 7, stride=2, padding=3)
     x = net.pool(net.norm("features.norm0", x), 3, stride=2, padding=1)
-    for block, depth in enumerate(_DEPTHS, start=1):
+    for block, depth in enumerate(_DENSENET_DEPTHS, start=1):
         for layer in range(1, depth + 1):
             x = _dense_layer(net, f"features.denseblock{block}.denselayer{layer}", x)
-        if block < len(_DEPTHS):
+        if block < len(_DENSENET_DEPTHS):
             x = _transition(net, f"features.transition{block}", x)
     net.linear("classifier", net.pool_all(net.norm("features.norm5", x)), 1000)
     return net.table("DenseNet-201", f"{samples} images of 224 x 224")

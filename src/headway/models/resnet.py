@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.models.convolutional import ConvolutionalBuilder, Feature
 from headway.models.table import LayerTable
 
-_DEPTHS = (3, 4, 6, 3)
+_RESNET_DEPTHS = (3, 4, 6, 3)
 _EXPANSION = 4
 
 
@@ -14,7 +14,7 @@ def resnet50(samples: int = 64) -> LayerTable:
     net = ConvolutionalBuilder(samples)
     feature = net.norm("bn1", net.convolution("conv1", Feature(3, 224, 224), 64, 7, stride=2, padding=3))
     feature = net.pool(feature, 3, stride=2, padding=1)
-    for stage, depth in enumerate(_DEPTHS):
+    for stage, depth in enumerate(_RESNET_DEPTHS):
         for block in range(depth):
             stride = 2 if stage > 0 and block == 0 else 1
             feature = net.cut(_bottleneck(net, f"layer{stage + 1}.{block}", feature, 64 << stage, stride))

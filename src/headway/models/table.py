@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from headway.model import ModelSpec, ParameterSpec, PassMemory
@@ -29,13 +30,15 @@ class Parameter:
 class Work:
     """What a forward does: floating-point operations, bytes to and from memory, kernels launched.
 
-    ``kept_bytes`` are what it leaves for backward.
+    ``kept_bytes`` are what it leaves for backward, of which ``single_bytes`` stay as they are in mixed precision: what
+    normalisation, softmax and losses keep, and masks.
     """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     kernels: int = 0
     kept_bytes: float = 0.0
+    single_bytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -43,7 +46,35 @@ class Work:
             self.moved_bytes + other.moved_bytes,
             self.kernels + other.kernels,
             self.kept_bytes + other.kept_bytes,
+            self.single_bytes + other.single_bytes,
         )
+
+    def halved(self, parameter_bytes: float) -> Work:
+        """The same in mixed precision, of a layer with parameters of so many bytes in single precision.
+
+        Activations have half the bytes. Parameters stay as they are: each forward reads them, writes a copy of half
+        the size, and leaves that copy for backward.
+        """
+        return Work(
+            self.flops,
+            self.moved_bytes / 2 + 1.5 * parameter_bytes,
+            self.kernels,
+            (self.kept_bytes + self.single_bytes + parameter_bytes) / 2,
+            self.single_bytes,
+        )
+
+
+def at_batch(values: Mapping[int, float], samples: int) -> float:
+    """What a cost is for a batch of ``samples``, from its ``values`` at two batch sizes.
+
+    It is a line through both, a fixed part and one in proportion to the samples. Where noise makes the line fall, or
+    begin below zero, it is bent so that no batch costs less than nothing.
+    """
+    (few, low), (many, high) = sorted(values.items())
+    line = low + (high - low) * (samples - few) / (many - few)
+    if high < low:
+        return max(line, high)
+    return max(line, samples * low / few) if low * many < high * few else line
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +96,11 @@ class Layer:
         """The name of one of its parameters in the whole model."""
         return f"{self.name}.{parameter.name}"
 
+    def halved(self) -> Layer:
+        """The same layer in mixed precision: its parameters and their gradients stay in single precision."""
+        own_bytes = FLOAT_BYTES * sum(parameter.numel for parameter in self.parameters)
+        return replace(self, work=self.work.halved(own_bytes), cut_bytes=self.cut_bytes / 2)
+
 
 @dataclass(frozen=True)
 class LayerTable:
@@ -77,6 +113,10 @@ class LayerTable:
     batch: str
     samples: int
     layers: tuple[Layer, ...] = field(repr=False)
+
+    def halved(self) -> LayerTable:
+        """The same model in mixed precision."""
+        return replace(self, layers=tuple(layer.halved() for layer in self.layers))
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

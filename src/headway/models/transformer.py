@@ -34,7 +34,9 @@ class TransformerBuilder:
         parameters = (Parameter("weight", (self.width,)), Parameter("bias", (self.width,)))
         elements = self.words * self.width
         kept_bytes = elements * (FLOAT_BYTES + MASK_BYTES)
-        self._add(name, parameters, Work(8.0 * elements, 8.0 * elements * FLOAT_BYTES, 3, kept_bytes))
+        self._add(
+            name, parameters, Work(8.0 * elements, 8.0 * elements * FLOAT_BYTES, 3, kept_bytes, kept_bytes)
+        )
 
     def linear(
         self,
@@ -69,9 +71,12 @@ class TransformerBuilder:
         """A stage of a pipeline may end here: a vector for every word is all that later layers need."""
         self.layers[-1] = replace(self.layers[-1], cut_bytes=float(self.words * self.width * FLOAT_BYTES))
 
-    def elementwise(self, elements: float, passes: int, kernels: int) -> Work:
-        """So many passes over so many elements, which are kept."""
-        return Work(passes * elements, passes * elements * FLOAT_BYTES, kernels, elements * FLOAT_BYTES)
+    def elementwise(self, elements: float, passes: int, kernels: int, *, in_single: bool = False) -> Work:
+        """So many passes over so many elements, which are kept, ``in_single`` precision even if it is mixed."""
+        kept_bytes = elements * FLOAT_BYTES
+        return Work(
+            passes * elements, passes * kept_bytes, kernels, kept_bytes, kept_bytes if in_single else 0.0
+        )  # fmt: skip
 
     def attention(self) -> Work:
         """Scores, scaling, mask, softmax, dropout and the weighted sum.
@@ -84,8 +89,9 @@ class TransformerBuilder:
             4.0 * self.words * self.width * FLOAT_BYTES,
             2,
             3.0 * self.words * self.width * FLOAT_BYTES + scores * (FLOAT_BYTES + MASK_BYTES),
+            scores * MASK_BYTES,
         )
-        return products + self.elementwise(scores, 8, 4)
+        return products + self.elementwise(scores, 8, 4, in_single=True)
 
     def _add(self, name: str, parameters: tuple[Parameter, ...], work: Work) -> None:
         self.layers.append(Layer(name, parameters, work))

@@ -22,9 +22,9 @@ from headway.collectives.algorithms import (
     program_of,
 )
 from headway.collectives.carrying_out import prepare
-from headway.collectives.dataflow import ProgramOf, alone
+from headway.collectives.dataflow import alone
 from headway.collectives.hosts import Hosts
-from headway.collectives.program import scratch_numel_of
+from headway.collectives.program import ProgramOf, scratch_numel_of
 from headway.collectives.selection import Selection, native
 from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost
 from headway.network.interference import Timing, Work, repeat, timed

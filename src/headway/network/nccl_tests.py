@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from statistics import median
+from statistics import fmean, median
 from typing import cast
 
 from headway.cluster import AlgorithmCost, Cluster, Host, NcclModel
@@ -19,8 +19,10 @@ MAX_LOG_BYTES = 64 * 2**20
 LEAST_BYTES = 2**20  # of rows that a fabric is fitted to
 LARGE_BYTES = 2**26  # of those that tell rates
 REACHED = (0.5, 1.1)  # of a card's speed, as a share: below that NCCL would have taken it for a slower one
-FACTORS = (0.5, 2.0)  # of latencies between hosts
+FACTORS = (0.5, 3.0)  # of latencies
 _COST_NAMES = tuple(cost_name(NCCL, kind) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
+COVERED = 0.85  # of rows, by the uncertainty of a cluster that logs made
+UNSEEN = 0.1  # how far off collectives over more hosts than those of the logs are, at least
 SLOW = 0.85  # of the usual bandwidth: hosts below are named
 INSIDE_GB_S = {
     "volta": 120.0,
@@ -132,29 +134,34 @@ def predicted_us(row: Timing, fabric: Fabric, cards_gb_s: float = 0.0) -> float:
 def fitted(rows: Sequence[Timing], fabric: Fabric) -> tuple[Fabric, float]:
     """The fabric, and the speed of each rank's card, that explain ``rows`` of several hosts best.
 
-    NCCL chooses by the speed that it takes a card for, of which it knows few; what is reached is a share of that. The
-    three are those of the least median error.
+    NCCL chooses by the speed that it takes a card for, of which it knows few; what is reached is a share of that. All
+    are those of the least mean error.
     """
     several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
-    large = [row for row in several if row.size_bytes >= LARGE_BYTES] or several
     if not several:
         raise UserError(
             "no row of a log is of several hosts",
             got=f"{len(rows)} rows",
             expected="1 MiB and more, over two hosts",
         )
-    found = [_fitted_to(speed, several, large, fabric) for speed in CARD_SPEEDS]
-    costs = [
-        off(several, each, speed) + off(large, each, speed)
-        for speed, each in zip(CARD_SPEEDS, found, strict=True)
-    ]
-    best = costs.index(min(costs))
-    return found[best], CARD_SPEEDS[best]
+    large = [row for row in several if row.size_bytes >= LARGE_BYTES] or several
+    roughly = [(reaching(large, fabric, speed), speed) for speed in CARD_SPEEDS]
+    roughly.sort(key=lambda candidate: mean_off(several, *candidate))
+    candidates = [(_fitted_to(several, *candidate), candidate[1]) for candidate in roughly[:2]]
+    return min(candidates, key=lambda candidate: mean_off(several, *candidate))
 
 
-def _fitted_to(speed: float, several: Sequence[Timing], large: Sequence[Timing], fabric: Fabric) -> Fabric:
-    for _ in range(2):
-        fabric = _delayed(several, reaching(large, fabric, speed), speed)
+def _fitted_to(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
+    for _ in range(3):
+        for name, bounds in (("tree_factor", FACTORS), ("network_factor", FACTORS), ("reached", REACHED)):
+            before = mean_off(rows, fabric, speed)
+
+            def cost(value: float, name: str = name, fabric: Fabric = fabric) -> float:
+                return mean_off(rows, replace(fabric, **{name: value}), speed)  # type: ignore[arg-type]
+
+            value = best_factor(cost, *bounds)
+            if cost(value) < before:
+                fabric = replace(fabric, **{name: value})  # type: ignore[arg-type]
     return fabric
 
 
@@ -164,14 +171,21 @@ def reaching(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
     return replace(fabric, reached=share)
 
 
-def _delayed(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
-    factor = best_factor(lambda value: off(rows, replace(fabric, network_factor=value), speed), *FACTORS)
-    return replace(fabric, network_factor=factor)
-
-
 def off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
     """By which share the model is off ``rows``, in the median."""
     return median(abs(error) for error in errors(rows, fabric, speed))
+
+
+def mean_off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
+    """By which factor the model is off ``rows`` in the mean, as a logarithm."""
+    return fmean(abs(math.log1p(error)) for error in errors(rows, fabric, speed))
+
+
+def stated_error(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
+    """By which share collectives may be off on a cluster that was fitted to ``rows``."""
+    several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
+    far = sorted(map(abs, errors(several, fabric, speed)))
+    return max(UNSEEN, far[int(COVERED * (len(far) - 1))])
 
 
 def best_factor(cost: Callable[[float], float], low: float, high: float) -> float:
@@ -204,18 +218,20 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
         row for row in rows if row.hosts == 1 and row.kind != "all_reduce" and row.size_bytes >= LARGE_BYTES
     ]
     inside_gb_s = max(map(_bus_gb_s, gathers), default=INSIDE_GB_S[architecture])
+    several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
     tried = []
     for cpu in ("intel", "amd"):
         nvls = architecture in ("hopper", "blackwell")
-        fabric = Fabric(architecture, cpu, inside_gb_s, version=version, nvls=nvls)
+        fabric = Fabric(architecture, cpu, inside_gb_s, version=version, nvls=nvls, passing_gb_s=inside_gb_s)
         found, speed = fitted(rows, fabric)
-        several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
-        far = sorted(abs(one) for one in errors(several, found, speed))
-        tried.append((median(far), far[int(0.9 * (len(far) - 1))], found, speed, len(far)))
-    middle, high, found, speed, count = min(tried, key=lambda one: one[0])
+        tried.append((mean_off(several, found, speed), found, speed))
+    _, found, speed = min(tried, key=lambda candidate: candidate[0])
+    far = sorted(map(abs, errors(several, found, speed)))
+    error = stated_error(rows, found, speed)
     a_host = max(row.ranks // row.hosts for row in rows)
     link_gbps = speed * found.reached * a_host * 8
-    words = f"off by {middle:.1%} in the median of {count} rows, and by {high:.0%} in a tenth of them"
+    tail = far[int(0.9 * (len(far) - 1))]
+    words = f"off by {median(far):.1%} in the median of {len(far)} rows, and by {tail:.0%} in a tenth of them"
     names = ", ".join(PurePath(name).name for name, _ in logs[:4]) + (" and more" if len(logs) > 4 else "")
     cluster = Cluster(
         hosts=tuple(
@@ -225,7 +241,7 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
         latency_us=NETWORK_US * found.network_factor,
         local_gbps=inside_gb_s * 8,
         local_latency_us=3.4,
-        algorithms={name: AlgorithmCost(fit_error=middle) for name in _COST_NAMES},
+        algorithms={name: AlgorithmCost(fit_error=error) for name in _COST_NAMES},
         library="nccl",
         nccl=NcclModel(
             architecture=architecture,
@@ -233,6 +249,7 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
             inside_gb_s=inside_gb_s,
             cards_gb_s=speed,
             network_factor=found.network_factor,
+            tree_factor=found.tree_factor,
             nvls=found.nvls,
             version=version,
         ),

@@ -40,10 +40,11 @@ def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
     if len(rows) < LEAST_ROWS or len(workers) > 1:
         return flat
     architecture = cast("Architecture", architecture_of(trace.manifest.ranks[0].device) or "hopper")
-    fabric = Fabric(architecture, "intel", INSIDE_GB_S[architecture], version=(2, 27))
+    inside_gb_s = INSIDE_GB_S[architecture]
+    fabric = Fabric(architecture, "intel", inside_gb_s, version=(2, 27), passing_gb_s=inside_gb_s)
     if len(flat.hosts) == 1:
-        inside = best_factor(lambda value: off(rows, replace(fabric, inside_gb_s=value), 0.0), 1.0, 1000.0)
-        found, speed = replace(fabric, inside_gb_s=inside), 0.0
+        inside = best_factor(lambda value: off(rows, _inside(fabric, value), 0.0), 1.0, 1000.0)
+        found, speed = _inside(fabric, inside), 0.0
     else:
         fitted = {card: reaching(rows, fabric, card) for card in CARD_SPEEDS}
         speed = min(fitted, key=lambda card: off(rows, fitted[card], card))
@@ -71,6 +72,10 @@ def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
             "source": source,
         }
     )  # fmt: skip
+
+
+def _inside(fabric: Fabric, inside_gb_s: float) -> Fabric:
+    return replace(fabric, inside_gb_s=inside_gb_s, passing_gb_s=inside_gb_s)
 
 
 def timings_of(trace: Trace, cluster: Cluster) -> list[Timing]:

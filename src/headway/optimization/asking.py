@@ -18,7 +18,7 @@ from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import Proposal
 from headway.strategies.registry import plugin_of
 

@@ -15,8 +15,8 @@ from headway.replayer.simulate import Simulator
 from headway.scheduling.buckets import GATHER_MODES, GatherMode, whole
 from headway.scheduling.fusion import bucket_caps_mb
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 MOST_PARAMETERS = 10
 

@@ -16,9 +16,9 @@ from headway.replayer.recut import stage_links
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.permitted import permitted_forms
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.permitted import permitted_forms
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.candidates import candidates
 from headway.strategies.pipeline.cut_job import passing, places, tied_bytes
 from headway.strategies.pipeline.mesh import MeshStrategy

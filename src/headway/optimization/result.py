@@ -11,7 +11,7 @@ from headway.planning.bound import StepBound
 from headway.replayer.fidelity import is_reproduced
 from headway.strategies import registry
 from headway.strategies.base import DATA, Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.registry import plugin_of
 
 STAGES = "stages"

@@ -16,7 +16,7 @@ from headway.job import Job
 from headway.model import ModelSpec, PassMemory
 from headway.passes.base import Pass
 from headway.passes.computation import whole_model, with_timelines
-from headway.passes.recomputed_memory import recomputed, savings_bytes
+from headway.passes.recomputed_memory import recomputed_memory, savings_bytes
 from headway.passes.recomputed_times import forward_times_ns, recomputing
 from headway.passes.regions import check_apart, check_trained, in_few_words, lies_in
 
@@ -72,7 +72,7 @@ class Recompute(Pass):
                 expected="a recording of stock DDP that has watched its memory",
                 fix="Record the job again, without torch.compile and with one forward a step.",
             )  # fmt: skip
-        changed = model.model_copy(update={"pass_memory": recomputed(memory, model, self.modules)})
+        changed = model.model_copy(update={"pass_memory": recomputed_memory(memory, model, self.modules)})
         again = with_timelines(job, recomputing(self.modules))
         return replace(again, stages=(changed,))
 

@@ -14,7 +14,7 @@ def savings_bytes(memory: PassMemory, regions: Sequence[str]) -> dict[str, int]:
     return {region: call.kept_bytes for region, call in _calls(memory, regions).items()}
 
 
-def recomputed(memory: PassMemory, model: ModelSpec, regions: Sequence[str]) -> PassMemory:
+def recomputed_memory(memory: PassMemory, model: ModelSpec, regions: Sequence[str]) -> PassMemory:
     """``memory`` as it is where each of ``regions`` recomputes. Raises UnsupportedError for one not called once."""
     calls = _calls(memory, regions)
     open_ = dict(calls)  # those that have not been computed again

@@ -33,8 +33,8 @@ from headway.plugins import unknown
 from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy, short_name
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.version import __version__

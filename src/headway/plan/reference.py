@@ -34,8 +34,8 @@ from headway.passes.base import Pass
 from headway.passes.registry import SHIPPED as SHIPPED_PASSES
 from headway.plan.plan import Plan, PlannedModel, Prediction
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files

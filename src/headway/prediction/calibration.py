@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.cluster import Cluster
 from headway.errors import UserError
@@ -15,87 +18,133 @@ from headway.strategies.base import Strategy
 from headway.units import parse_duration_s
 
 MOST = 16.0  # how many times as fast or as slow as predicted
-ROUNDS, CUTS = 3, 10
-FORM = "WORKERS=TIME, such as 8=320ms, each number of workers once"
+ROUNDS, HALVINGS = 8, 3
+NUDGE = 0.02
+NEAR = 0.001  # of a measured step
+LEAST_ERROR = 0.1  # of computation that measured steps corrected: what MLPerf's other steps are off by
+FORM = "WORKERS=TIME or WORKERS@SAMPLES=TIME with the samples of each worker, such as 8=320ms or 8@64=320ms, each once"
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of ``workers`` that took ``ms``, with ``samples`` each; None for the batch that is predicted."""
+
+    workers: int
+    ms: float
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What multiplies computation and rates so that predicted steps are nearest to the ``measured_ms``, by workers.
+    """What multiplies computation and rates, and adds to steps, so that predicted steps are nearest to ``measured``.
 
-    ``off`` is by which share predictions are off these then, at most.
+    ``fixed_ms`` is computation that does not depend on the batch, beyond what was predicted. ``off`` is by which share
+    predictions are off these steps then, at most.
     """
 
     compute: float
     bandwidth: float
+    fixed_ms: float
     off: float
-    measured_ms: Mapping[int, float]
+    measured: tuple[MeasuredStep, ...]
+    fitted: tuple[str, ...] = ("compute",)
 
     @property
     def what_if(self) -> WhatIf:
-        """The correction."""
-        return WhatIf(compute=self.compute, bandwidth=self.bandwidth)
+        """The correction of rates."""
+        return WhatIf(bandwidth=self.bandwidth)
+
+    def corrected(self, workload: Workload) -> Workload:
+        """The correction of computation."""
+        return workload.corrected(self.compute, self.fixed_ms * 1e6, max(self.off, LEAST_ERROR))
 
     def describe(self) -> str:
         """In words."""
-        links = f" and rates {self.bandwidth:.3g} times" if len(self.measured_ms) > 1 else ""
-        steps = "step is" if len(self.measured_ms) == 1 else f"{len(self.measured_ms)} steps are"
-        return (
-            f"Calibrated: computation takes {self.compute:.3g} times as long{links} as predicted; then the measured "
-            f"{steps} predicted to within {self.off:.1%}."
-        )
+        said = f"computation takes {self.compute:.3g} times as long"
+        if "bandwidth" in self.fitted:
+            said += f" and rates {self.bandwidth:.3g} times"
+        said += " as predicted"
+        if "fixed" in self.fitted:
+            more = "more" if self.fixed_ms >= 0 else "less"
+            said += f", and {abs(self.fixed_ms):.3g} ms {more} a step whatever its batch"
+        steps = "step is" if len(self.measured) == 1 else f"{len(self.measured)} steps are"
+        return f"Calibrated: {said}; then the measured {steps} predicted to within {self.off:.1%}."
 
 
-def measured_steps(texts: Sequence[str]) -> dict[int, float]:
-    """Step times in ms by numbers of workers, from texts as in FORM. Raises UserError for what cannot be read."""
-    found: dict[int, float] = {}
+def measured_steps(texts: Sequence[str]) -> tuple[MeasuredStep, ...]:
+    """Measured steps from texts as in FORM. Raises UserError for what cannot be read."""
+    found: list[MeasuredStep] = []
     for text in texts:
-        workers, equals, time = text.partition("=")
-        number = int(workers) if workers.isdecimal() and len(workers) < 8 else 0
-        if not equals or not 1 <= number <= MAX_WORKERS or number in found:
+        whose, equals, time = text.partition("=")
+        workers, at, samples = whose.partition("@")
+        numbers = [_number(workers), _number(samples) if at else 1]
+        repeated = any(
+            (each.workers, each.samples) == (numbers[0], numbers[1] if at else None) for each in found
+        )
+        if not equals or not all(numbers) or numbers[0] > MAX_WORKERS or repeated:
             raise UserError("--measured cannot be read", got=repr(text), expected=FORM)
-        found[number] = parse_duration_s(time, "--measured") * 1e3
-    return found
+        ms = parse_duration_s(time, "--measured") * 1e3
+        found.append(MeasuredStep(numbers[0], ms, numbers[1] if at else None))
+    return tuple(found)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 8 else 0
 
 
 def calibrate(
-    workload: Workload, cluster: Cluster, name: str, strategy: Strategy, measured_ms: Mapping[int, float]
+    workloads: Mapping[MeasuredStep, Workload], cluster: Cluster, name: str, strategy: Strategy
 ) -> Calibration:
-    """The calibration by steps under ``strategy``; one step alone tells of computation only."""
-    known: dict[tuple[float, float], float] = {}
+    """The calibration by measured steps under ``strategy``, each with the workload of its batch.
 
-    def off(compute: float, bandwidth: float) -> float:
-        if (compute, bandwidth) not in known:
-            correction = WhatIf(compute=compute, bandwidth=bandwidth)
-            predicted = {
-                workers: predict(workload, cluster.resized(workers), name, strategy, correction).step_ms
-                for workers in measured_ms
-            }
-            known[compute, bandwidth] = max(abs(predicted[n] / ms - 1) for n, ms in measured_ms.items())
-        return known[compute, bandwidth]
+    One step tells of computation only. Steps of several batch sizes tell of computation that does not depend on the
+    batch, and of several numbers of workers of rates, where there are steps enough for both.
+    """
+    steps = tuple(workloads)
+    fitted = ["compute"]
+    if len({workload.samples for workload in workloads.values()}) > 1:
+        fitted.append("fixed")
+    if len({step.workers for step in steps}) > 1 and len(steps) > len(fitted):
+        fitted.append("bandwidth")
+    least_ns = min(workload.computation_ns for workload in workloads.values())
+    clusters = {workers: cluster.resized(workers) for workers in {step.workers for step in steps}}
 
-    found = Calibration(1.0, 1.0, off(1.0, 1.0), measured_ms)
-    for _ in range(ROUNDS if len(measured_ms) > 1 else 1):
-        bandwidth = found.bandwidth
-        compute = _least(lambda value: off(value, bandwidth), found.compute)  # noqa: B023
-        found = replace(found, compute=compute, off=off(compute, bandwidth))
-        if len(measured_ms) > 1:
-            bandwidth = _least(lambda value: off(compute, value), found.bandwidth)  # noqa: B023
-            found = replace(found, bandwidth=bandwidth, off=off(compute, bandwidth))
-    return found
+    def calibration(values: NDArray[np.float64], off: float = 0.0) -> Calibration:
+        value = dict(zip(fitted, values, strict=True))
+        compute, bandwidth = math.exp(value["compute"]), math.exp(value.get("bandwidth", 0.0))
+        fixed_ms = value.get("fixed", 0.0) * least_ns / 1e6
+        return Calibration(compute, bandwidth, fixed_ms, off, steps, tuple(fitted))
 
+    def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The logarithms of predicted steps in measured ones."""
+        corrected = calibration(values)
+        return np.array(
+            [
+                math.log(
+                    predict(
+                        corrected.corrected(workloads[step]), clusters[step.workers], name, strategy,
+                        corrected.what_if,
+                    ).step_ms
+                    / step.ms
+                )
+                for step in steps
+            ]
+        )  # fmt: skip
 
-def _least(cost: Callable[[float], float], start: float) -> float:
-    """Where ``cost``, which falls and then rises, is least around ``start``: by ever narrower cuts (golden section)."""
-    golden = (math.sqrt(5) - 1) / 2
-    low, high = math.log(start / MOST), math.log(start * MOST)
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    for _ in range(CUTS):
-        if cost(math.exp(left)) <= cost(math.exp(right)):
-            high, right = right, left
-            left = high - golden * (high - low)
+    values = np.zeros(len(fitted))
+    off = errors(values)
+    for _ in range(ROUNDS):
+        if np.abs(off).max() < NEAR:
+            break
+        slopes = [(errors(values + nudge) - off) / NUDGE for nudge in NUDGE * np.eye(len(fitted))]
+        change = np.linalg.lstsq(np.array(slopes).T, -off, rcond=1e-3)[0].clip(-1, 1)
+        for _ in range(HALVINGS):
+            nearer = (values + change).clip(-math.log(MOST), math.log(MOST))
+            off_then = errors(nearer)
+            if (off_then**2).sum() < (off**2).sum():
+                break
+            change = change / 2
         else:
-            low, left = left, right
-            right = low + golden * (high - low)
-    best = math.exp((low + high) / 2)
-    return best if cost(best) < cost(start) else start
+            break
+        values, off = nearer, off_then
+    return calibration(values, float(np.abs(np.exp(off) - 1).max()))

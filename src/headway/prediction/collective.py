@@ -13,6 +13,7 @@ from headway.collectives.dataflow import alone
 from headway.collectives.nccl import Kind, choose, fabric_of
 from headway.collectives.selection import native
 from headway.errors import UserError
+from headway.replayer.uncertainty import collectives_error
 from headway.simulation.engine import play
 
 
@@ -20,6 +21,7 @@ from headway.simulation.engine import play
 class CollectiveTime:
     """How long a collective of the whole cluster takes. ``size_bytes`` is the whole tensor's.
 
+    ``uncertainty_us`` holds 85 of 100 published rows where logs of the same cluster were fitted, or nothing was.
     ``bound_us`` is what no algorithm can beat that adds up on the workers: what each host has to send, at its rate.
     """
 
@@ -30,6 +32,7 @@ class CollectiveTime:
     algorithm: str
     protocol: str  # of NCCL's; "" of others
     time_us: float
+    uncertainty_us: float
     bound_us: float
 
     @property
@@ -70,12 +73,15 @@ def collective_time(cluster: Cluster, name: str, size_bytes: int) -> CollectiveT
         taken = choose(cast("Kind", kind), size_bytes, a_host * hosts, hosts, fabric)
         return CollectiveTime(
             kind, size_bytes, workers, hosts, taken.algorithm, taken.protocol, taken.time_us,
-            min(bound_us, taken.time_us),
+            taken.time_us * collectives_error(cluster), min(bound_us, taken.time_us),
         )  # fmt: skip
     selection = native(kind, size_bytes, workers, cluster.library)
     graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
     time_us = float(np.max(play(graph).end_ns)) / 1e3
-    return CollectiveTime(kind, size_bytes, workers, hosts, "ring", "", time_us, min(bound_us, time_us))
+    error_us = time_us * collectives_error(cluster)
+    return CollectiveTime(
+        kind, size_bytes, workers, hosts, "ring", "", time_us, error_us, min(bound_us, time_us)
+    )
 
 
 def _sent_share(kind: str, ranks: int) -> float:

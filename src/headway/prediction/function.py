@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from headway.errors import UserError
 FORM = "package.module:function, which returns a torch module and an example of its inputs for one worker's batch"
 
 
-def function_named(text: str) -> Callable[[], Any]:
+def function_named(text: str) -> Callable[..., Any]:
     """Import the function that ``text`` names, with this folder in front of the path. Raises UserError."""
     module_name, _, name = text.partition(":")
     folder = str(Path.cwd())
@@ -38,10 +40,23 @@ def function_named(text: str) -> Callable[[], Any]:
 class Built:
     """A module, and a call of it that gives a loss."""
 
-    def __init__(self, text: str, make: Callable[[], Any], on: AbstractContextManager[Any]) -> None:
-        """Call ``make`` with tensors made ``on`` a device. Raises UserError for anything but a module and inputs."""
+    def __init__(
+        self,
+        text: str,
+        make: Callable[..., Any],
+        on: AbstractContextManager[Any],
+        samples: int | None = None,
+    ) -> None:
+        """Call ``make`` with tensors made ``on`` a device, for a batch of ``samples`` or its own.
+
+        A function with an argument ``samples`` is called with it; of others the inputs' first dimension is cut or
+        repeated. Raises UserError for anything but a module and inputs.
+        """
         self._text = text
         self._on = on
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if samples is not None and _takes_samples(make):
+            make = partial(make, samples=samples)
         made = self._guarded(make)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise UserError(f"{text} returned something else", got=type(made).__name__, expected=FORM)
@@ -57,6 +72,19 @@ class Built:
             raise UserError(
                 f"{text}: the module has nothing to train", got="no parameter that requires a gradient"
             )
+        if samples is not None and self.samples != samples:
+            if isinstance(make, partial):
+                raise UserError(
+                    f"{text} made another batch than its argument says",
+                    got=f"{self.samples} samples", expected=f"{samples}",
+                )  # fmt: skip
+            self._inputs = self._guarded(lambda: _resized(self._inputs, self.samples, samples))
+
+    def autocast(self, dtype: torch.dtype | None) -> None:
+        """From now on compute in mixed precision of ``dtype``, as ``torch.autocast`` does."""
+        if dtype is not None:
+            kind = next(self.module.parameters()).device.type
+            self._autocast = partial(torch.autocast, "cpu" if kind == "meta" else kind, dtype=dtype)
 
     @property
     def layers(self) -> dict[str, tuple[str, ...]]:
@@ -96,10 +124,11 @@ class Built:
 
     def _forward(self) -> torch.Tensor:
         inputs = self._inputs
-        if isinstance(inputs, dict):
-            result = self.module(**inputs)
-        else:
-            result = self.module(*inputs) if isinstance(inputs, (tuple, list)) else self.module(inputs)
+        with self._autocast():
+            if isinstance(inputs, dict):
+                result = self.module(**inputs)
+            else:
+                result = self.module(*inputs) if isinstance(inputs, (tuple, list)) else self.module(inputs)
         loss = getattr(result, "loss", None)
         if isinstance(loss, torch.Tensor):
             return loss
@@ -119,6 +148,25 @@ class Built:
                 f"{self._text} failed", got=f"{type(failure).__name__}: {failure}", expected=FORM,
                 fix="A model that reads tensors' values cannot be costed without data: pass --device here to time it.",
             ) from None  # fmt: skip
+
+
+def _takes_samples(make: Callable[..., Any]) -> bool:
+    try:
+        return "samples" in inspect.signature(make).parameters
+    except (TypeError, ValueError):  # of what is callable and has no signature
+        return False
+
+
+def _resized(value: Any, length: int, samples: int) -> Any:
+    """``value`` with tensors whose first dimension is the batch cut or repeated to so many samples."""
+    if isinstance(value, torch.Tensor):
+        is_batch = value.dim() > 0 and len(value) == length
+        return value[torch.arange(samples, device=value.device) % length] if is_batch else value
+    if isinstance(value, dict):
+        return {key: _resized(part, length, samples) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_resized(part, length, samples) for part in value]
+    return value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

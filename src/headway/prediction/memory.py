@@ -16,9 +16,9 @@ from headway.model import PassMemory
 from headway.prediction.function import Built
 
 
-def on_fake_tensors(text: str, make: Callable[[], Any]) -> Built:
-    """What ``make`` builds, of tensors without data. Raises UserError as ``Built`` does."""
-    return Built(text, make, torch_private.fake_tensors())
+def on_fake_tensors(text: str, make: Callable[..., Any], samples: int | None = None) -> Built:
+    """What ``make`` builds, of tensors without data, for ``samples``. Raises UserError as ``Built`` does."""
+    return Built(text, make, torch_private.fake_tensors(), samples)
 
 
 def pass_memory_of(built: Built) -> PassMemory | None:

@@ -19,8 +19,8 @@ from headway.replayer.what_if import WhatIf
 from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.orders import LOOPED_ORDERS
 from headway.strategies.base import DATA, DATA_INSIDE, PIPELINE, Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.cut_job import (
     CutModel,
     LayerStep,

@@ -18,13 +18,12 @@ from headway.prediction.workload import Workload
 from headway.replayer.memory import peak_bytes
 from headway.replayer.simulate import check_lives_through, simulate
 from headway.replayer.size import times_in_range
-from headway.replayer.uncertainty import unfitted
+from headway.replayer.uncertainty import UNMEASURED, unfitted
 from headway.replayer.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import plugin_of
 
-UNMEASURED = 0.25  # of exposed communication: how far links of data sheets are off
 UNLIKE = 0.03  # of computation: by how much the slowest of real workers takes longer than the mean
 
 
@@ -38,7 +37,8 @@ class Prediction:
     most 1, though a strategy that hides updates may be faster than that. ``exposed_ms`` is the communication that
     computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
     ``changes_training`` says what the strategy changes of what is trained, and ``permissions`` are those that it
-    needs. ``is_mean_iteration`` says that ranks do not finish their steps together. ``pipelines`` say where stages are.
+    needs. ``is_mean_iteration`` says that ranks do not finish their steps together. ``pipelines`` say where stages are,
+    and ``samples`` is a worker's batch.
     """
 
     workers: int
@@ -57,6 +57,7 @@ class Prediction:
     permissions: tuple[str, ...] = ()
     is_mean_iteration: bool = False
     pipelines: PlacedPipelines | None = None
+    samples: int = 0
 
     def recommended(self, allow: Collection[str]) -> bool:
         """Whether its strategy may be chosen with what the user has permitted."""
@@ -129,6 +130,7 @@ def predict(
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
         pipelines=placed,
+        samples=workload.samples,
     )
 
 
@@ -185,4 +187,5 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
         is_mean_iteration=True,
+        samples=workload.samples,
     )

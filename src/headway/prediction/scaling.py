@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from headway.cluster import Cluster
@@ -42,8 +43,11 @@ def scaling(
     what_if: WhatIf = WhatIf(),  # noqa: B008
     *,
     all_needed: bool = True,
+    sized: Mapping[int, Workload] = MappingProxyType({}),
 ) -> list[Prediction]:
     """Every strategy at every world size, whose hosts are those of ``cluster`` in turn, under ``what_if``.
+
+    ``sized`` has the workload by numbers of workers where it is not ``workload``, as of a fixed global batch.
 
     Sizes below the last at which workers make no whole pipelines are left out for pipelines. A strategy of another
     package that fails raises PluginFaultError, or is left out with a warning where not ``all_needed``.
@@ -51,14 +55,14 @@ def scaling(
     found: list[Prediction] = []
     failed: set[str] = set()
     for workers in world_sizes:
-        sized = cluster.resized(workers)
+        resized, own = cluster.resized(workers), sized.get(workers, workload)
         for name, strategy in strategies.items():
             skipped = isinstance(strategy, PredictedPipeline) and not strategy.applies(workers)
             if skipped and workers != world_sizes[-1]:
                 continue
             try:
                 with asking("strategy", strategy):
-                    found.append(predict(workload, sized, name, strategy, what_if))
+                    found.append(predict(own, resized, name, strategy, what_if))
             except PluginFaultError as fault:
                 leave_out(fault, needed=strategy.name if all_needed else "")
                 failed.add(name)

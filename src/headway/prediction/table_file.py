@@ -6,23 +6,35 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from headway import files
 from headway.errors import UserError
 from headway.graph.step_profile import LayerTimes
 from headway.model import DTYPE_BYTES, MAX_NUMEL, ModelSpec, ParameterSpec
 from headway.models.roofline import Device
-from headway.models.table import Work
+from headway.models.table import FLOAT_BYTES, Work, at_batch
 
 Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Samples = Annotated[int, Field(ge=1, le=10**9)]
+VALUE, BY_BATCH = "a number", "by batch"
+TWO = Field(min_length=2, max_length=2)
+EITHER = Discriminator(lambda value: BY_BATCH if isinstance(value, dict) else VALUE)
+AmountByBatch = Annotated[
+    Annotated[Amount, Tag(VALUE)] | Annotated[dict[Samples, Amount], TWO, Tag(BY_BATCH)], EITHER
+]
+MillisecondsByBatch = Annotated[
+    Annotated[Milliseconds, Tag(VALUE)] | Annotated[dict[Samples, Milliseconds], TWO, Tag(BY_BATCH)], EITHER
+]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 MAX_LAYERS = 100_000
 
 
 class LayerRow(BaseModel):
     """One layer: its parameters by name and shape, and its times (ms), or its work for the table's batch.
+
+    Times and work may be given at two batch sizes, by their samples, which tells their fixed part.
 
     ``tied`` are full names of parameters of other layers that it also uses. ``kept_bytes`` is what its forward leaves
     for backward; with ``cut_bytes``, what is passed on behind it, a pipeline may be cut there.
@@ -35,10 +47,10 @@ class LayerRow(BaseModel):
         default={}, max_length=10_000
     )
     tied: tuple[str, ...] = Field(default=(), max_length=10_000)
-    forward_ms: Milliseconds | None = None
-    backward_ms: Milliseconds | None = None
-    flops: Amount | None = None
-    moved_bytes: Amount = 0.0
+    forward_ms: MillisecondsByBatch | None = None
+    backward_ms: MillisecondsByBatch | None = None
+    flops: AmountByBatch | None = None
+    moved_bytes: AmountByBatch = 0.0
     kernels: int = Field(default=1, ge=0, le=10**6)
     kept_bytes: int = Field(default=0, ge=0, le=10**15)
     cut_bytes: int = Field(default=0, ge=0, le=10**15)
@@ -47,12 +59,24 @@ class LayerRow(BaseModel):
     def _times_or_work(self) -> Self:
         if (self.forward_ms is None) == (self.flops is None):
             raise ValueError(f"layer {self.name!r} needs either forward_ms or flops")
+        if self.backward_ms is not None and isinstance(self.backward_ms, dict) != self.is_by_batch:
+            raise ValueError(f"layer {self.name!r} gives only one of its times at two batch sizes")
         for name, shape in self.parameters.items():
             if math.prod(shape) > MAX_NUMEL:
                 raise ValueError(
                     f"parameter {name!r} of layer {self.name!r} has more than {MAX_NUMEL} elements"
                 )
         return self
+
+    @property
+    def is_by_batch(self) -> bool:
+        """Whether its time is given at two batch sizes."""
+        return isinstance(self.forward_ms, dict)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of its parameters."""
+        return sum(math.prod(shape) for shape in self.parameters.values())
 
 
 class TableFile(BaseModel):
@@ -92,8 +116,14 @@ class TableFile(BaseModel):
         return any(layer.forward_ms is None for layer in self.layers)
 
     @property
-    def spec(self) -> ModelSpec:
-        """The model as communication decisions see it."""
+    def fixed_part_is_unknown(self) -> bool:
+        """Whether a layer's time at another batch is a guess, in proportion to the samples."""
+        return any(layer.forward_ms is not None and not layer.is_by_batch for layer in self.layers)
+
+    def spec(self, samples: int, *, halved: bool = False) -> ModelSpec:
+        """The model as communication decisions see it, for a batch of ``samples``, with activations of half the size
+        in mixed precision.
+        """
         parameters = tuple(
             ParameterSpec(name=f"{layer.name}.{name}", shape=shape, dtype=self.dtype, module=layer.name)
             for layer in self.layers
@@ -103,29 +133,52 @@ class TableFile(BaseModel):
             parameters=parameters,
             forward_order=tuple(layer.name for layer in self.layers),
             ready_order=tuple(p.name for p in reversed(parameters)),
-            activation_bytes=self.activation_bytes,
+            activation_bytes=round(self.activation_bytes * samples / self.samples / (2 if halved else 1)),
         )
 
-    def times(self, device: Device) -> tuple[LayerTimes, ...]:
-        """Each layer's times: as they stand there, or its work on ``device``."""
-        return tuple(_times(layer, device) for layer in self.layers)
+    def times(self, device: Device, samples: int, *, halved: bool = False) -> tuple[LayerTimes, ...]:
+        """Each layer's times for a batch of ``samples``: as they stand there, or its work on ``device``.
 
+        ``halved`` is work in mixed precision.
+        """
+        return tuple(self._times(layer, device, samples, halved=halved) for layer in self.layers)
 
-def _times(layer: LayerRow, device: Device) -> LayerTimes:
-    forward_ms = layer.forward_ms
-    if forward_ms is None:
-        work = Work(layer.flops or 0.0, layer.moved_bytes, layer.kernels)
-        forward_ms = device.forward_s(work) * 1e3
-    backward_ms = layer.backward_ms if layer.backward_ms is not None else forward_ms * device.backward_factor
-    own = tuple(f"{layer.name}.{name}" for name in layer.parameters)
-    return LayerTimes(
-        layer.name,
-        (*own, *layer.tied),
-        round(forward_ms * 1e6),
-        round(backward_ms * 1e6),
-        kept_bytes=layer.kept_bytes,
-        cut_bytes=layer.cut_bytes,
-    )
+    def _times(self, layer: LayerRow, device: Device, samples: int, *, halved: bool) -> LayerTimes:
+        more = samples / self.samples
+        work = Work(kept_bytes=layer.kept_bytes * more)
+        cut_bytes = layer.cut_bytes * more
+        if layer.forward_ms is None:
+            work += self._work(layer, samples)
+            if halved:
+                work, cut_bytes = work.halved(FLOAT_BYTES * layer.numel), cut_bytes / 2
+            forward_ms = device.forward_s(work) * 1e3
+        else:
+            forward_ms = self._at(layer.forward_ms, samples)
+        backward_ms = (
+            forward_ms * device.backward_factor
+            if layer.backward_ms is None
+            else self._at(layer.backward_ms, samples)
+        )
+        return LayerTimes(
+            layer.name,
+            (*(f"{layer.name}.{name}" for name in layer.parameters), *layer.tied),
+            round(forward_ms * 1e6),
+            round(backward_ms * 1e6),
+            kept_bytes=round(work.kept_bytes),
+            cut_bytes=round(cut_bytes),
+        )
+
+    def _work(self, layer: LayerRow, samples: int) -> Work:
+        """Parameters are read whatever the batch, and as many kernels are launched."""
+        assert layer.flops is not None
+        moved = layer.moved_bytes
+        if not isinstance(moved, dict):
+            fixed = min(moved, layer.numel * DTYPE_BYTES[self.dtype])
+            moved = {self.samples: moved, 2 * self.samples: 2 * moved - fixed}
+        return Work(self._at(layer.flops, samples), at_batch(moved, samples), layer.kernels)
+
+    def _at(self, value: float | dict[int, float], samples: int) -> float:
+        return at_batch(value, samples) if isinstance(value, dict) else value * samples / self.samples
 
 
 def load_table(path: Path) -> TableFile:

@@ -11,11 +11,12 @@ from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.models.roofline import MODELLED_ERROR, Device, layer_times
-from headway.models.table import LayerTable
+from headway.models.roofline import HALF, SINGLE, DataSheet, layer_times
+from headway.models.table import LayerTable, at_batch
 from headway.prediction.optimizers import Optimizer
 
 WARM_UP_STEPS = 3
+LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Workload:
     """A model with the times of its layers on some device.
 
     ``samples`` is what one worker trains on in a step, ``batch`` says so in words, ``times`` where the times are from
-    and ``times_error`` by what share they may all be off. ``layers`` are in the order of forward.
+    and ``times_error`` by what share they may all be off. ``layers`` are in the order of forward. ``notes`` are
+    sentences on what the times leave out.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Workload:
     layers: tuple[LayerTimes, ...] = field(repr=False)
     optimizer_ns: int = 0
     times_error: float = 0.0
+    notes: tuple[str, ...] = ()
 
     def trained_by(self, optimizer: Optimizer, bytes_per_s: float) -> Workload:
         """The same with the state and the update of ``optimizer``, on a device that moves so many bytes a second."""
@@ -44,6 +47,26 @@ class Workload:
             held["pass_memory"] = self.spec.pass_memory.model_copy(update=update)
         spec = self.spec.model_copy(update=held)
         return replace(self, spec=spec, optimizer_ns=optimizer.update_ns(size_bytes, bytes_per_s))
+
+    def corrected(self, factor: float, fixed_ns: float, times_error: float) -> Workload:
+        """The same with computation that takes ``factor`` times as long and then so much more a step, or less.
+
+        Layers share ``fixed_ns`` as they share the time; at least a tenth of it remains.
+        """
+        passes_ns = self.computation_ns - self.optimizer_ns
+        passes = max(LEAST_SHARE * factor, factor + fixed_ns / max(1, passes_ns))
+        layers = tuple(
+            replace(
+                layer,
+                forward_ns=round(layer.forward_ns * passes),
+                backward_ns=round(layer.backward_ns * passes),
+            )
+            for layer in self.layers
+        )
+        update_ns = round(self.optimizer_ns * factor)
+        return replace(
+            self, layers=layers, optimizer_ns=update_ns, times_error=min(times_error, self.times_error)
+        )
 
     @property
     def passes_ns(self) -> int:
@@ -87,8 +110,13 @@ def _uses(layers: Sequence[LayerTimes]) -> dict[str, int]:
     return found
 
 
-def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -> Workload:
-    """A published model on a modelled device."""
+def workload_of_table(
+    table: LayerTable, sheet: DataSheet, optimizer: Optimizer, precision: str = SINGLE
+) -> Workload:
+    """A published model on a modelled device. Raises UserError for a precision that the device does not have."""
+    device = sheet.at(precision)
+    if precision in HALF:
+        table = table.halved()
     layers = tuple(
         LayerTimes(
             layer.name,
@@ -104,9 +132,44 @@ def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -
         name=table.name,
         batch=table.batch,
         samples=table.samples,
-        times=device.name,
+        times=f"{device.name} in {precision}",
         spec=table.spec,
         layers=layers,
-        times_error=MODELLED_ERROR,
+        times_error=device.error,
     )
-    return workload.trained_by(optimizer, device.bytes_per_s)
+    return workload.trained_by(optimizer, sheet.at().bytes_per_s)
+
+
+def between(few: Workload, many: Workload, samples: int) -> Workload:
+    """A workload at another batch, from what it is at two: every time and size on a line through both."""
+
+    def line(low: float, high: float) -> int:
+        return round(at_batch({few.samples: low, many.samples: high}, samples))
+
+    layers = tuple(
+        replace(
+            low,
+            forward_ns=line(low.forward_ns, high.forward_ns),
+            backward_ns=line(low.backward_ns, high.backward_ns),
+            kept_bytes=line(low.kept_bytes, high.kept_bytes),
+            cut_bytes=line(low.cut_bytes, high.cut_bytes),
+        )
+        for low, high in zip(few.layers, many.layers, strict=True)
+    )
+    spec, low, high = few.spec, few.spec.pass_memory, many.spec.pass_memory
+    if low is not None and high is not None:
+        held = low.model_copy(
+            update={
+                "forward_bytes": line(low.forward_bytes, high.forward_bytes),
+                "after_bytes": line(low.after_bytes, high.after_bytes),
+                "backward": tuple(
+                    (name, line(of_few, dict(high.backward).get(name, of_few)))
+                    for name, of_few in low.backward
+                ),
+                "modules": (),
+            }
+        )
+        spec = spec.model_copy(update={"pass_memory": held})
+    batch = f"{samples} samples"
+    error = max(few.times_error, many.times_error)
+    return replace(few, batch=batch, samples=samples, spec=spec, layers=layers, times_error=error)

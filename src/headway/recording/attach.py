@@ -20,7 +20,7 @@ from headway.recording.finish import finish_recording
 from headway.recording.layer import fault, guarded
 from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
-from headway.strategies.data_parallel.channels import observer
+from headway.strategies.live.channels import observer
 from headway.strategies.registry import ask
 from headway.trace.events import Kind, Stream
 

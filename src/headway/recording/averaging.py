@@ -14,9 +14,9 @@ from headway.collectives.algorithms import ALL_REDUCE
 from headway.errors import one_line
 from headway.recording.layer import guarded
 from headway.recording.now import Now
-from headway.strategies.decentralised import observing
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
-from headway.strategies.decentralised.rounds import Round
+from headway.strategies.partial_all_reduce import observing
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.rounds import Round
 from headway.trace.events import GROUP, Event, Kind, Stream
 from headway.trace.format import ClockFit
 from headway.trace.rounds import MOST_MEMBERS, MOST_ROUNDS, AveragingRound, RankRounds

@@ -10,7 +10,7 @@ from typing import Any
 from headway import files, torch_private
 from headway.errors import TraceError
 
-KEY = "headway/files"
+FILES_KEY = "headway/files"
 PIECE_BYTES = 2**20
 PIECES_AHEAD = 4  # that a store holds of a rank at most
 MAX_FILE_BYTES = 4 * 2**30
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(rank-\d{5,6}\.parquet|status-\d{5,6}\.json)\Z")
 def announce(token: str, rank: int) -> None:
     """Tell rank 0, before training, that ``rank`` is going to send the file of the recording ``token``."""
     store = torch_private.default_store()
-    store.set(f"{KEY}/{token}/sender/{store.add(f'{KEY}/{token}/senders', 1) - 1}", str(rank))
+    store.set(f"{FILES_KEY}/{token}/sender/{store.add(f'{FILES_KEY}/{token}/senders', 1) - 1}", str(rank))
 
 
 def send(token: str, rank: int, folder: Path, patience_s: float) -> None:
@@ -48,8 +48,8 @@ def receive(token: str, folder: Path, patience_s: float) -> tuple[int, ...]:
     """
     store = torch_private.default_store()
     came = []
-    for number in range(store.add(f"{KEY}/{token}/senders", 0)):
-        rank = int(store.get(f"{KEY}/{token}/sender/{number}"))
+    for number in range(store.add(f"{FILES_KEY}/{token}/senders", 0)):
+        rank = int(store.get(f"{FILES_KEY}/{token}/sender/{number}"))
         try:
             _receive_one(store, token, rank, folder, timedelta(seconds=patience_s))
         except (RuntimeError, TraceError):  # a RuntimeError where nothing came in time
@@ -73,4 +73,4 @@ def _receive_one(store: Any, token: str, rank: int, folder: Path, patience: time
 
 
 def _keys(token: str, rank: int) -> tuple[str, str]:
-    return f"{KEY}/{token}/{rank}", f"{KEY}/{token}/{rank}/taken"
+    return f"{FILES_KEY}/{token}/{rank}", f"{FILES_KEY}/{token}/{rank}/taken"

@@ -21,7 +21,7 @@ from headway.collectives.algorithms import ALL_REDUCE
 from headway.recording.groups import GroupWatch
 from headway.recording.layer import observed_call
 from headway.recording.now import Now
-from headway.strategies.data_parallel.channels.observer import THREAD_NAME
+from headway.strategies.live.channels.observer import THREAD_NAME
 
 SETTLE_TIMEOUT_S = 2.0
 RELEASE_AFTER_NS = 50_000_000

@@ -13,7 +13,7 @@ from headway.model import ModelSpec, PassMemory, StageMemory
 from headway.passes.optimizer import OptimizerImplementation
 from headway.passes.optimizer_switch import said
 from headway.recording.modules import ModuleWatch
-from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.live.module_spec import model_spec
 from headway.strategies.plugin import InForce, StrategyPlugin
 from headway.strategies.registry import ask
 from headway.trace.events import Event, Kind

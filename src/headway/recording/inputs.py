@@ -11,15 +11,15 @@ from torch.utils.data import DataLoader
 from headway import torch_private
 from headway.recording.layer import lay_over
 
-LEAST_NS = 200_000  # of a loop's beginning and end, which without workers take next to no time
+LEAST_LOOP_NS = 200_000  # of a loop's beginning and end, which without workers take next to no time
 
-Put = Callable[[int, int], None]
+PutInput = Callable[[int, int], None]
 
 
 class InputWatch:
     """Tells ``put`` (start, end) of each wait, while attached and ``is_recording``."""
 
-    def __init__(self, put: Put, is_recording: Callable[[], bool]) -> None:
+    def __init__(self, put: PutInput, is_recording: Callable[[], bool]) -> None:
         self._put, self._is_recording = put, is_recording
         self._undo: list[Callable[[], None]] = []
 
@@ -45,7 +45,7 @@ class InputWatch:
                 is_batch = not isinstance(waiting, DataLoader)
             finally:
                 end_ns = time.monotonic_ns()
-                if is_batch or end_ns - start_ns >= LEAST_NS:
+                if is_batch or end_ns - start_ns >= LEAST_LOOP_NS:
                     self._put(start_ns, end_ns)
             return result
 

@@ -16,8 +16,8 @@ from torch import nn
 from headway import torch_private
 from headway.recording.layer import guarded
 from headway.recording.noticing import noticing_gradients, noticing_values
-from headway.strategies.data_parallel.decoupled.deferred import entry_of, gradient_of
-from headway.strategies.data_parallel.reads import inside_a_read
+from headway.strategies.decoupled.deferred import entry_of, gradient_of
+from headway.strategies.live.reads import inside_a_read
 
 Looked = Callable[[frozenset[str], int, int], None]
 """Told of looks: the names of the parameters looked at, when the first look was and when the last (ns)."""

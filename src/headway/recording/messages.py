@@ -23,7 +23,7 @@ from headway.recording.groups import GroupWatch
 from headway.recording.layer import lay_over
 from headway.recording.now import Now
 from headway.recording.pipelines import Label, PipelineWatch
-from headway.strategies.data_parallel.channels.observer import THREAD_NAME
+from headway.strategies.live.channels.observer import THREAD_NAME
 from headway.trace.events import Event, Kind, Stream
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.strategies.data_parallel.decoupled.deferred import (
+from headway.strategies.decoupled.deferred import (
     ABOUT_NEITHER,
     GRADIENT_ACCESS,
     gradient_of,

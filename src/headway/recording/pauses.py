@@ -17,13 +17,13 @@ from headway.trace.events import WORK, Kind
 LEAST_NS = 200_000  # shorter ones are not worth a row
 COLLECTION, CHECKPOINT = "garbage collection", "torch.save"
 
-Put = Callable[[str, str, int, int], None]
+PutPause = Callable[[str, str, int, int], None]
 
 
 class PauseWatch:
     """Tells ``put`` (kind, name, start, end) of waits and pauses of the thread that made it, while attached."""
 
-    def __init__(self, put: Put) -> None:
+    def __init__(self, put: PutPause) -> None:
         self._put = put
         self._thread = threading.get_ident()
         self._collection_ns = 0

@@ -11,8 +11,8 @@ from torch import nn
 from headway.recording.layer import guarded
 from headway.recording.looks import LookWatch
 from headway.recording.now import Now
-from headway.strategies.data_parallel.decoupled.deferred import gradient_of
-from headway.strategies.data_parallel.reads import watch_reads
+from headway.strategies.decoupled.deferred import gradient_of
+from headway.strategies.live.reads import watch_reads
 from headway.trace.events import SHARDED, Event, Kind, Read, Stream
 
 

@@ -63,7 +63,7 @@ from headway.recording.shapes import SHARDED, several_models, sharded_root
 from headway.recording.step_clock import StepClock
 from headway.recording.updates import UpdateWatch
 from headway.rpc import interface
-from headway.strategies.data_parallel.decoupled.granularity import name_of
+from headway.strategies.decoupled.granularity import name_of
 from headway.strategies.plugin import InForce
 from headway.strategies.registry import plugin_named
 from headway.torch_private.step_hooks import after_every_step, before_every_step

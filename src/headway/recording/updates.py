@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.recording.layer import guarded
 
-Put = Callable[[str, int, int], None]
+PutUpdate = Callable[[str, int, int], None]
 
 _CLOSURE = 1  # its position among the arguments of ``step``, behind the optimizer's
 
@@ -21,7 +21,7 @@ class UpdateWatch:
     prepares. L-BFGS calls its closure several times and updates between the calls.
     """
 
-    def __init__(self, put: Put, begins: Callable[[], None]) -> None:
+    def __init__(self, put: PutUpdate, begins: Callable[[], None]) -> None:
         self._put = put
         self._begins = begins
         self._start_ns = 0  # of the stretch in progress; 0 where there is none

@@ -10,7 +10,7 @@ import numpy as np
 from headway.errors import TraceError
 from headway.scheduling.mesh import groups_along
 from headway.strategies.base import DATA, PIPELINE, Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.events import Kind

@@ -6,16 +6,23 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from headway.cluster import Cluster
 from headway.graph.build import GraphBuilder
 
 OUTLYING = 2.0  # times the median
 POOR_FIT = 0.25
+UNMEASURED = 0.25  # how far collectives of data sheets are off; 19 of 20 rows of ten H100 hosts lie within it
 
 
 def unfitted(graph: GraphBuilder[Any]) -> float:
     """By how much what was measured of the graph's collectives is off their costs, at worst; a share."""
     selections = {collective.selection for collective in graph.collectives}
     return max((each.cost(graph.cluster).fit_error for each in selections), default=0.0)
+
+
+def collectives_error(cluster: Cluster) -> float:
+    """By which share collectives on ``cluster`` may be off: as they were measured, else as data sheets are."""
+    return max((cost.fit_error for cost in cluster.algorithms.values()), default=0.0) or UNMEASURED
 
 
 def doubts(steps_ms: Mapping[int, float], missed: float) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from headway.diagnosis.comparison import Comparison
 from headway.errors import one_line
 from headway.report.palette import PART_LABELS
 
-MAX_RANKS = 16
+MAX_MARKDOWN_RANKS = 16
 MOST_CHARACTERS = 2000  # of a sentence or a note
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~<>&@$-]|(?<=\d)\.(?=\s))")
 # GitHub looks for mentions, references, addresses and emoji in what is left when backslashes have been read.
@@ -28,8 +28,8 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
     standing = [one for one in diagnosis.findings if one.stands_out]
     if len(standing) > 1:
         rows = [(one.cause.replace("_", " "), _ms(one.cost_ms), _ranks(one.ranks)) for one in standing]
-        lines += [*_table(("Finding", "Cost, ms a step", "Ranks"), rows), ""]
-    lines += [*_breakdown(diagnosis, comparison), ""]
+        lines += [*_markdown_table(("Finding", "Cost, ms a step", "Ranks"), rows), ""]
+    lines += [*_markdown_breakdown(diagnosis, comparison), ""]
     if diagnosis.notes:
         lines += ["<details><summary>Before you trust the numbers</summary>", ""]
         lines += [f"- {_escaped(note)}" for note in diagnosis.notes]
@@ -37,9 +37,11 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
     return "\n".join(lines)
 
 
-def _breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]:
+def _markdown_breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]:
     """The slowest ranks' mean steps, in parts, and by how much the mean over all ranks changed."""
-    ranks = sorted(diagnosis.breakdown, key=lambda rank: -diagnosis.breakdown[rank].computation)[:MAX_RANKS]
+    ranks = sorted(diagnosis.breakdown, key=lambda rank: -diagnosis.breakdown[rank].computation)[
+        :MAX_MARKDOWN_RANKS
+    ]
     header = ("Rank", *(PART_LABELS[part] for part in PARTS), "Step")
     rows = []
     for rank in sorted(ranks):
@@ -52,7 +54,7 @@ def _breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]
     lines = [
         f"Headway diagnosis: mean step of {len(diagnosis.steps)} recorded, in ms",
         "",
-        *_table(header, rows),
+        *_markdown_table(header, rows),
     ]
     if len(diagnosis.breakdown) > len(ranks):
         lines.append(
@@ -61,7 +63,7 @@ def _breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]
     return lines
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     ruler = "|---|" + "---:|" * (len(header) - 1)
     return [_row(header), ruler, *(_row(row) for row in rows)]
 

@@ -13,21 +13,21 @@ from typing import Any, TypeVar, cast
 from headway.errors import PluginError
 from headway.plugins import answers, check_complete, load_entry_points, why_unusable
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.plugin import StrategyPlugin
 
 A = TypeVar("A")
 
 GROUP = "headway.strategies"
 SHIPPED = (
-    "headway.strategies.data_parallel.ddp.plugin",
-    "headway.strategies.data_parallel.decoupled.plugin",
-    "headway.strategies.data_parallel.parameter_server.plugin",
+    "headway.strategies.ddp.plugin",
+    "headway.strategies.decoupled.plugin",
+    "headway.strategies.parameter_server.plugin",
     "headway.strategies.data_parallel.asynchronous_servers.plugin",
     "headway.strategies.data_parallel.local_sgd.plugin",
     "headway.strategies.pipeline.plugin",
-    "headway.strategies.decentralised.plugin",
+    "headway.strategies.partial_all_reduce.plugin",
 )
 
 COMPOSED = {"mesh": "headway.strategies.pipeline.mesh_plugin"}

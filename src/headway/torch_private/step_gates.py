@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer
 
 Step = Callable[..., Any]
 Gate = Callable[[Optimizer, Step, tuple[Any, ...], dict[str, Any]], Any]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from headway.coordination.membership import GroupStart, Member
-from headway.strategies.decentralised.known import as_json, member_from
+from headway.strategies.partial_all_reduce.known import as_json, member_from
 
 
 class Server:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.recording.attach import record
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.decentralised.host_wrapper import HostDataParallel
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.partial_all_reduce.host_wrapper import HostDataParallel
 
 
 def _wrapped(

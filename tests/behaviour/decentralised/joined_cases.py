@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import headway
 from headway.coordination.service import child
 from headway.rpc import interface
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.decentralised.wrapper import PartialDataParallel
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.partial_all_reduce.wrapper import PartialDataParallel
 
 END_S = 30.0
 

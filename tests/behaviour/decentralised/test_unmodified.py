@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.plan import Plan
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(250)]
 WORKERS = 4

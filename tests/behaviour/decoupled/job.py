@@ -174,9 +174,9 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
         return DistributedDataParallel(module, bucket_cap_mb=CAP_BYTES / 2**20, **options)
     from headway.job import Job as TrainedJob
     from headway.scheduling.buckets import GATHER_MODES
-    from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-    from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-    from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.decoupled.policy import DecoupledStrategy
+    from headway.strategies.decoupled.runtime import DecoupledDataParallel
+    from headway.strategies.live.module_spec import model_spec
 
     if mode in GATHER_MODES:
         decision["gather"] = mode

@@ -12,8 +12,8 @@ from headway.interop.settings.asked import Asked, CollectiveOptions
 from headway.model import ModelSpec
 from headway.passes.base import Pass
 from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import policy_named

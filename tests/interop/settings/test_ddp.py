@@ -10,9 +10,9 @@ from headway.errors import PlanError
 from headway.interop.settings import ddp
 from headway.interop.settings.asked import Asked
 from headway.model import ModelSpec
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.tool_settings import Settings
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from headway.interop.settings import deepspeed
 from headway.interop.settings.asked import Asked
 from headway.passes.accumulate import Accumulate
 from headway.passes.precision import Precision
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 ELEMENTS = 1010  # of a layer
 

@@ -8,7 +8,7 @@ from tests.models import layered_model
 
 from headway.interop.settings.asked import Asked, Bucketed
 from headway.interop.settings.elements import one_size
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 
 def sized(asked_for: Asked, *, closes_before: bool = False) -> tuple[int, str]:

@@ -8,7 +8,7 @@ from tests.interop.settings.plans import BY_NAME, MODEL, asked, meshed
 from headway.errors import PlanError
 from headway.interop.settings import fsdp2
 from headway.model import ModelSpec, ParameterSpec
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 
 def defined(text: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from headway.passes.accumulate import Accumulate
 from headway.passes.input_workers import InputWorkers
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 DECOUPLED = ["--use-distributed-optimizer", "--overlap-param-gather"]
 

@@ -14,7 +14,7 @@ from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
 from headway.interop.settings.asked import Asked, CollectiveOptions, unexpressed
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.tool_settings import Settings
 
 AS_REPLAYED = CollectiveOptions(as_replayed=True)

@@ -16,7 +16,7 @@ from headway.optimization.search import search
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.permission import ASYNCHRONOUS
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 
 @pytest.fixture(scope="module")

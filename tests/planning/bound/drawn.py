@@ -25,9 +25,9 @@ from headway.model import ModelSpec, ParameterSpec
 from headway.planning.bound import Form
 from headway.scheduling.buckets import GATHER_MODES
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.trace.events import Read
 
 MS = 1_000_000

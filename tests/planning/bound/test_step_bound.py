@@ -21,9 +21,9 @@ from headway.planning.bound.step_bound import COMPUTATION
 from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 ROUNDING, ROUNDING_NS = 1e-6, 1000  # a nanosecond a message
 MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, print_blob=True)

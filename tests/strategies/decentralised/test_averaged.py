@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from headway.errors import UnsupportedError, UserError
-from headway.strategies.decentralised.averaged import (
+from headway.strategies.live.averaged import (
     Flat,
     Layout,
     check_module,
     training_layout,
     whole_layout,
 )
-from headway.strategies.decentralised.rounds import mean_of
+from headway.strategies.partial_all_reduce.rounds import mean_of
 
 
 def module() -> nn.Sequential:

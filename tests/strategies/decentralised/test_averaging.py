@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from headway.strategies.decentralised.averaged import training_layout
-from headway.strategies.decentralised.averaging import Averaging
-from headway.strategies.decentralised.rounds import Copies, Ending, Round
+from headway.strategies.live.averaged import training_layout
+from headway.strategies.partial_all_reduce.averaging import Averaging
+from headway.strategies.partial_all_reduce.rounds import Copies, Ending, Round
 
 
 class Rounds:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from headway.strategies.decentralised import board as boards
-from headway.strategies.decentralised.board import Board, RoomClosedError
+from headway.strategies.partial_all_reduce import board as boards
+from headway.strategies.partial_all_reduce.board import Board, RoomClosedError
 
 
 def soon() -> float:

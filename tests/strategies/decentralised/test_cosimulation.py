@@ -22,9 +22,9 @@ from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.scheduling.groups import CoordinatedGroups, pairs_in_turn
 from headway.simulation.engine import play
-from headway.strategies.decentralised.cosimulation import CoSimulation
-from headway.strategies.decentralised.scenario import Iterations, Scenario
 from headway.strategies.horizon import Outcome
+from headway.strategies.partial_all_reduce.cosimulation import CoSimulation
+from headway.strategies.partial_all_reduce.scenario import Iterations, Scenario
 
 SIZE_BYTES = 1_000_000
 GENERATORS: list[tuple[str, dict[str, Any]]] = [

@@ -12,11 +12,11 @@ from tests import limits
 
 from headway.coordination.membership import Member
 from headway.errors import CommunicationError
-from headway.strategies.decentralised.averaged import Flat
-from headway.strategies.decentralised.finals import Final, Finals
-from headway.strategies.decentralised.finishing import Finished, Finishing
-from headway.strategies.decentralised.known import Known
-from headway.strategies.decentralised.peers import Peers, PeerServer
+from headway.strategies.live.averaged import Flat
+from headway.strategies.partial_all_reduce.finals import Final, Finals
+from headway.strategies.partial_all_reduce.finishing import Finished, Finishing
+from headway.strategies.partial_all_reduce.known import Known
+from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 
 SECRET = b"secret"
 SHORT_S = 4.0

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from headway.errors import HeadwayWarning
-from headway.strategies.decentralised import wrapper
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce import wrapper
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 
 @pytest.mark.parametrize(("size", "said"), [(8, True), (4, False), (None, False)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.strategies.decentralised.test_host_steps import cluster, job
 
-from headway.strategies.decentralised.horizon import JITTER, Window, jitter_of, over_a_horizon
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.horizon import Outcome
+from headway.strategies.partial_all_reduce.horizon import JITTER, Window, jitter_of, over_a_horizon
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 STRATEGIES = [
     PartialAllReduceStrategy(groups="first-come", group_size=2),

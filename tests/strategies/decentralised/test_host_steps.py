@@ -16,11 +16,11 @@ from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.simulate import simulate
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decentralised import horizon
-from headway.strategies.decentralised.host_steps import cluster_of_hosts, hand_down_ns
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.horizon import Outcome
+from headway.strategies.partial_all_reduce import horizon
+from headway.strategies.partial_all_reduce.host_steps import cluster_of_hosts, hand_down_ns
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.registry import plugin_named
 
 PLUGIN = plugin_named("partial-all-reduce")

@@ -13,16 +13,16 @@ from torch import nn
 
 from headway.coordination.membership import Member
 from headway.errors import CommunicationError, UserError
-from headway.strategies.decentralised import frames, joining
-from headway.strategies.decentralised.joining import (
+from headway.strategies.partial_all_reduce import frames, joining
+from headway.strategies.partial_all_reduce.joining import (
     WorkerState,
     fetch,
     state_of,
     take_over,
     take_over_moments,
 )
-from headway.strategies.decentralised.peers import Peers, PeerServer
-from headway.strategies.decentralised.snapshots import Snapshots
+from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
+from headway.strategies.partial_all_reduce.snapshots import Snapshots
 
 SECRET = b"secret"
 OWN = Member(1, 0, "127.0.0.1:1", "here")

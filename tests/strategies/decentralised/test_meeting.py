@@ -8,7 +8,7 @@ import pytest
 
 from headway.coordination.service.child import ADDRESS_VARIABLE, SECRET_VARIABLE
 from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.strategies.decentralised import meeting
+from headway.strategies.partial_all_reduce import meeting
 
 CHOICE = GeneratorChoice("first-come")
 SECRET = "a secret that a user has made for many jobs"

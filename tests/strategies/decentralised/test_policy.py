@@ -11,7 +11,7 @@ from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.permission import ASYNCHRONOUS
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
-from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.registry import plugin_named
 
 MODEL = ModelSpec(

@@ -16,9 +16,9 @@ from torch import nn
 
 from headway.coordination.membership import GroupStart, Member
 from headway.errors import HeadwayWarning, UnsupportedError, UserError
-from headway.strategies.decentralised.joining import WorkerState
-from headway.strategies.decentralised.options import Progress
-from headway.strategies.decentralised.runtime import UNSTEPPED, PartialAllReduce, wrap
+from headway.strategies.partial_all_reduce.joining import WorkerState
+from headway.strategies.partial_all_reduce.options import Progress
+from headway.strategies.partial_all_reduce.runtime import UNSTEPPED, PartialAllReduce, wrap
 
 
 class Alone:

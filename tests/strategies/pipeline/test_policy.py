@@ -18,7 +18,7 @@ from headway.scheduling.pipeline.orders import (
     grouped,
     one_forward_one_backward,
 )
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.candidates import group_sizes, step_bound_ms
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import plugin_named, plugin_of

@@ -14,9 +14,9 @@ from headway.model import ModelSpec
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import DATA, PIPELINE, Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 
 Bucketed = DistributedDataParallelStrategy | DecoupledStrategy | ParameterServerStrategy

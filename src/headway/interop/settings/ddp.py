@@ -9,10 +9,10 @@ from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, 
 from headway.interop.settings.python_file import literal, python_file
 from headway.interop.settings.python_passes import in_torch
 from headway.scheduling.fusion import MIB, bucket_caps_mb
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.tool_settings import Settings
 
 DDP = "DDP"

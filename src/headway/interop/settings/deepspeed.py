@@ -13,9 +13,9 @@ from headway.interop.settings.python_passes import InTorch, in_torch
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.precision import Precision
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.tool_settings import Settings
 
 DEEPSPEED = "DeepSpeed"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from headway.interop.settings.asked import Asked, Bucketed
 from headway.model import DTYPE_BYTES
 from headway.scheduling.buckets import Bucket, BucketSchedule
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 
 WHY = "it counts elements"
 

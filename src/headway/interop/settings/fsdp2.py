@@ -15,7 +15,7 @@ from headway.interop.settings.python_file import literal, python_file
 from headway.interop.settings.python_passes import in_torch
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.tool_settings import Settings
 
 FSDP2 = "FSDP2"

@@ -12,9 +12,9 @@ from headway.passes.base import Pass
 from headway.passes.input_workers import InputWorkers
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.tool_settings import Settings
 
 MEGATRON = "Megatron"

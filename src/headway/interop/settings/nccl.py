@@ -10,9 +10,9 @@ from headway.errors import UserError
 from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.tuner_table import ANY, ANY_SIZE, COLLECTIVES, TunerRule, table
 from headway.strategies.base import DATA
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.tool_settings import Settings
 
 NCCL, RCCL = "NCCL", "RCCL"

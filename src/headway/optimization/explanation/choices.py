@@ -14,7 +14,7 @@ from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.decoupled.policy import DecoupledStrategy, options_of
 
 BUCKETS = frozenset(
     ("bucket_cap_bytes", "bucket_cap_mb", "bucket_caps_mb", "buckets", "gather_order", "gathers_after")

@@ -15,13 +15,12 @@ from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel import replicas
-from headway.strategies.data_parallel.channels.wiring import wiring_of
-from headway.strategies.data_parallel.decoupled.checks import check_device_ids
-from headway.strategies.data_parallel.existing_group import existing_group
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.decentralised import averaged
-from headway.strategies.decentralised.stepping import Stepping, weakly
+from headway.strategies.decoupled.checks import check_device_ids
+from headway.strategies.live import averaged, replicas
+from headway.strategies.live.channels.wiring import wiring_of
+from headway.strategies.live.existing_group import existing_group
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.live.stepping import Stepping, weakly
 
 WITHOUT_EFFECT = frozenset((
     "dim", "broadcast_buffers", "bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "check_reduction",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.reads import answer_clipping
+from headway.strategies.live.reads import answer_clipping
 
 
 class Clips(Protocol):

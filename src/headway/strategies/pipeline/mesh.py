@@ -11,8 +11,8 @@ from headway.job import Job
 from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.strategies.base import DATA, DATA_INSIDE, PIPELINE, Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy, check_whole_backwards
 
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.asynchronous_servers.shard import options_of
-from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
-from headway.strategies.data_parallel.module_spec import check_dense_gradients
+from headway.strategies.decoupled.granularity import UpdateGranularity, granularity_of
+from headway.strategies.live.module_spec import check_dense_gradients
 
 
 def check_parameters(module: nn.Module) -> None:

@@ -23,9 +23,9 @@ from headway.strategies.data_parallel.asynchronous_servers.part import Part
 from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
 from headway.strategies.data_parallel.asynchronous_servers.serving import Answer
 from headway.strategies.data_parallel.asynchronous_servers.shard import Form, Shard, options_of
-from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.unreduced import UnreducedDataParallel
-from headway.strategies.decentralised.averaged import STATISTICS
+from headway.strategies.live.averaged import STATISTICS
+from headway.strategies.live.module_spec import model_spec
 
 
 @dataclass(slots=True)

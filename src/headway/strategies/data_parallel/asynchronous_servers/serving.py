@@ -13,10 +13,10 @@ import torch
 
 from headway.rpc.trusted import connect
 from headway.strategies.data_parallel.asynchronous_servers.shard import Shard
-from headway.strategies.decentralised import frames
-from headway.strategies.decentralised.frame_server import FrameServer
-from headway.strategies.decentralised.frames import FrameError
-from headway.strategies.decentralised.peers import endpoint
+from headway.strategies.partial_all_reduce import frames
+from headway.strategies.partial_all_reduce.frame_server import FrameServer
+from headway.strategies.partial_all_reduce.frames import FrameError
+from headway.strategies.partial_all_reduce.peers import endpoint
 from headway.strategies.silent import in_words
 
 IDLE_S = 7 * 24 * 3600.0  # a worker that computes says nothing; one that is lost closes its connection

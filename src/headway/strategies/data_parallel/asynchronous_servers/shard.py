@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.scheduling.buckets import Part
-from headway.strategies.data_parallel.checksum import checksum
+from headway.strategies.live.checksum import checksum
 
 ALIGNED = 8  # bytes: a view of another dtype begins at a multiple of its size
 

@@ -16,12 +16,12 @@ from headway.job import Job
 from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.data_parallel.local_sgd.averaging import FINISHES, PERIOD_ENDS, PeriodicAveraging
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.data_parallel.unreduced import UnreducedDataParallel
-from headway.strategies.decentralised import checkpoint
-from headway.strategies.decentralised.averaged import Layout, Policy, training_layout
-from headway.strategies.decentralised.unfinished import Unfinished
+from headway.strategies.live import checkpoint
+from headway.strategies.live.averaged import Layout, Policy, training_layout
+from headway.strategies.live.module_spec import model_spec
+from headway.strategies.live.refused_scalers import refuse_gradient_scalers_of
+from headway.strategies.live.unfinished import Unfinished
 
 
 class LocalSGD(UnreducedDataParallel):

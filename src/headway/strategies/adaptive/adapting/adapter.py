@@ -1,0 +1,110 @@
+"""The adapter: told of steps as ranks see them, it says when the schedule is to be tuned again, and why.
+
+It is an immutable value that depends on nothing but what it is told, so that every rank comes to the same decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from headway.strategies.adaptive.adapting.observed import RankWindow, Window, joined
+
+REFERENCE_WINDOWS = 3
+"""So many windows make up what later ones are compared with."""
+UNLIKE_WINDOWS = 2
+"""So many in a row must be unlike it: one may be so by chance."""
+LEAST_CHANGE = 0.05
+OTHER_RATE = 0.2
+"""By so much a byte takes longer, or less long, where the network is said to have changed."""
+RESTS_PER_STEP = 10
+"""For so many times the steps that tuning took there is no other: what it costs stays below 2 % of them."""
+MOST_RESTS_PER_STEP = 160
+LEAST_GAIN = 0.02
+
+
+class Decision(NamedTuple):
+    """What was decided after ``step``: whether to tune again, and why. ``step_ms`` is a step of the window before."""
+
+    step: int
+    tunes: bool
+    reason: str
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Compares windows with ``reference``, those that came first. ``latest`` is what was decided after the last."""
+
+    reference: tuple[Window, ...] = ()
+    unlike: tuple[Window, ...] = ()
+    rests_until: int = 0
+    rests_per_step: int = RESTS_PER_STEP
+    latest: Decision | None = None
+
+    def after(self, window: Window) -> Adapter:
+        """The adapter that has seen one more window."""
+        if not self.reference:
+            return replace(self, reference=(window,))._said(window, "later steps are compared with these")
+        before = joined(self.reference)
+        change = window.step_ms / before.step_ms - 1
+        if abs(change) <= max(LEAST_CHANGE, _noise(before, window)):
+            reference = (*self.reference, window)[:REFERENCE_WINDOWS]
+            return replace(self, reference=reference, unlike=())._said(window, "steps are as they were")
+        alike = self.unlike if self.unlike and _grew(self.unlike[-1], before) == (change > 0) else ()
+        unlike = (*alike, window)[-UNLIKE_WINDOWS:]
+        seen = replace(self, unlike=unlike)
+        said = f"steps take {_times(window.step_ms, before.step_ms)}"
+        if len(unlike) < UNLIKE_WINDOWS:
+            return seen._said(window, f"{said}; once, which may be chance")
+        return seen._changed(window, before, said)
+
+    def tuned(self, step: int, steps: int, gain: float) -> Adapter:
+        """The adapter after a tuning that ended at ``step``, took ``steps`` and made steps shorter by ``gain``."""
+        per_step = RESTS_PER_STEP
+        if gain < LEAST_GAIN:
+            per_step = min(MOST_RESTS_PER_STEP, 2 * self.rests_per_step)
+        return Adapter(rests_until=step + per_step * steps, rests_per_step=per_step)
+
+    def _changed(self, window: Window, before: Window, said: str) -> Adapter:
+        seen = joined(self.unlike)
+        rate = seen.byte_ns / before.byte_ns
+        known = seen.waits_are_known and before.waits_are_known
+        slower = [
+            f"rank {number} computes {_times(now.computed_ms, then.computed_ms)}"
+            for number, (now, then) in enumerate(zip(seen.ranks, before.ranks, strict=True))
+            if known and _computes_otherwise(now, then)
+        ]
+        of_network = rate > 1 + OTHER_RATE or rate < 1 / (1 + OTHER_RATE)
+        if of_network:
+            said += f": a byte of gradients takes {_times(seen.byte_ns, before.byte_ns)}"
+        elif slower:
+            said += f": {slower[0]}" + (f", and {len(slower) - 1} more" if len(slower) > 1 else "")
+        if slower and not of_network and len(slower) < len(seen.ranks):
+            said += "; no schedule helps where some ranks are waited for, partial all-reduce would"
+            return replace(self, reference=self.unlike, unlike=())._said(window, said)
+        if window.step < self.rests_until:
+            return self._said(window, f"{said}; tuned again from step {self.rests_until} on")
+        return self._said(window, said, tunes=True)
+
+    def _said(self, window: Window, reason: str, *, tunes: bool = False) -> Adapter:
+        return replace(self, latest=Decision(window.step, tunes, reason, window.step_ms))
+
+
+def _noise(before: Window, now: Window) -> float:
+    return float((before.uncertainty_ms**2 + now.uncertainty_ms**2) ** 0.5 / before.step_ms)
+
+
+def _grew(window: Window, before: Window) -> bool:
+    return window.step_ms > before.step_ms
+
+
+def _computes_otherwise(now: RankWindow, then: RankWindow) -> bool:
+    """Whether a rank takes longer to compute, or less long; not where that is next to nothing of a step."""
+    longer_ms = max(now.computed_ms, then.computed_ms)
+    change_ms = abs(now.computed_ms - then.computed_ms)
+    return longer_ms > LEAST_CHANGE * then.step_ms and change_ms > LEAST_CHANGE * then.computed_ms
+
+
+def _times(now: float, before: float) -> str:
+    return f"{now / max(before, 1e-6):.2f} times as long"

@@ -1,0 +1,120 @@
+"""Stock DistributedDataParallel as a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.collectives.algorithms import NCCL
+from headway.compression.cast import Cast
+from headway.compression.codec import takes_all
+from headway.compression.registry import proposed as proposed_codecs
+from headway.graph.step_profile import profile_of
+from headway.job import Job
+from headway.planning.bound import bound_of
+from headway.planning.link_cost import all_reduce_cost
+from headway.scheduling import fusion
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
+from headway.strategies.ddp import footprint
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.footprint import Footprint
+from headway.strategies.injection import Injection
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from headway.graph.build import GraphBuilder
+    from headway.graph.step_layout import StepLayout
+
+COMPRESSED_CAPS_MB = (None, 1.0, 4.0, 8.0)
+CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+
+
+class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
+    policy = DistributedDataParallelStrategy
+    usual = ("",)
+    measured_after_recordings = True
+
+    def reactions(
+        self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DistributedDataParallelStrategy
+    ) -> StepLayout:
+        del strategy
+        from headway.strategies.ddp.reactions import Reactions
+
+        return Reactions(graph, job)
+
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule, job.world_size)
+
+    def propose(self, job: Job) -> Proposal:
+        """The default, caps of many sizes, a cap a bucket, and for who permits it, gradients sent as codecs say.
+
+        The bound is for those that send all of every gradient.
+        """
+        capped = [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in CAPS_MB]
+        codecs = proposed_codecs() if job.has_parameters and takes_all(job.model) else ()
+        if job.on.library == NCCL:  # casting is all that is done there
+            codecs = tuple(each for each in codecs if isinstance(each, Cast))
+        compressed = [
+            DistributedDataParallelStrategy(bucket_cap_mb=cap, wire=(codec,))
+            for codec in codecs
+            for cap in COMPRESSED_CAPS_MB
+        ]
+        proposed = (DistributedDataParallelStrategy(), *capped, *_done_earliest(job), *compressed)
+        return Proposal.within(proposed, bound_of(job, "all-reduce"))
+
+    def explain(self, before: Strategy, after: DistributedDataParallelStrategy) -> Sequence[str]:
+        had = before.wire if isinstance(before, DistributedDataParallelStrategy) else ()
+        if after.wire == had:
+            return ()
+        return (f"gradients sent as {after.sent_as()}" if after.wire else "gradients sent as they are",)
+
+    def wrap(
+        self, module: nn.Module, strategy: DistributedDataParallelStrategy, **ddp_options: Any
+    ) -> nn.Module:
+        from headway.strategies.ddp import runtime
+
+        return runtime.wrap(module, strategy, **ddp_options)
+
+    @property
+    def injection(self) -> Injection[DistributedDataParallelStrategy]:
+        return _Injection()
+
+    def recognise(self, wrapped: nn.Module) -> InForce | None:
+        from headway.strategies.ddp import runtime
+
+        return runtime.in_force(wrapped)
+
+
+def _done_earliest(job: Job) -> list[DistributedDataParallelStrategy]:
+    """The buckets whose last all-reduce is done first, where this torch and the model let each have its own cap."""
+    from headway.strategies.ddp import runtime
+
+    one_dtype = len({parameter.dtype for parameter in job.model.parameters}) == 1
+    if not one_dtype or job.model.find_unused_parameters or not runtime.takes_a_cap_a_bucket():
+        return []
+    ready_ns = profile_of(job.steps.timelines).ready_ns
+    groups = fusion.earliest(job.model, ready_ns, all_reduce_cost(job.on).time_ns)
+    return [DistributedDataParallelStrategy(bucket_caps_mb=fusion.bucket_caps_mb(groups, job.model))]
+
+
+class _Injection(Injection[DistributedDataParallelStrategy]):
+    def construct(
+        self,
+        init: Callable[..., None],
+        wrapped: DistributedDataParallel,
+        module: nn.Module,
+        given: dict[str, Any],
+        strategy: DistributedDataParallelStrategy,
+    ) -> None:
+        from headway.strategies.ddp import runtime, wire
+
+        wire.check(module, strategy)
+        init(wrapped, module, **{**given, **runtime.options(strategy)})
+        runtime.take_over(wrapped, strategy, given)
+
+
+PLUGIN = _Plugin()

@@ -1,0 +1,163 @@
+"""The decoupled all-reduce as a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.cluster import BACKGROUND_UPDATE, RUNTIME_COSTS, Cluster
+from headway.collectives.algorithms import ALL_GATHER, NCCL, RING
+from headway.compression.cast import Cast
+from headway.compression.codec import takes_all
+from headway.job import Job
+from headway.planning.bound import bound_of
+from headway.planning.planner import plan
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
+from headway.strategies.decoupled import footprint
+from headway.strategies.decoupled.permitted import as_run, permitted_forms
+from headway.strategies.decoupled.policy import (
+    DecoupledStrategy,
+    OnStockDdp,
+    has_wire,
+    strategy_of,
+)
+from headway.strategies.footprint import Footprint
+from headway.strategies.injection import Injection
+from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from headway.graph.build import GraphBuilder
+    from headway.graph.step_layout import StepLayout
+
+BFLOAT16 = Cast(dtype="bfloat16")
+CAST_CAPS_BYTES = (2**18, 2**20, 2**22, 2**24)
+CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
+
+
+class _Plugin(StrategyPlugin[DecoupledStrategy]):
+    policy = DecoupledStrategy
+    carries_over = True
+    usual = ("gather=parameters", "gather=gradients")
+
+    def reactions(
+        self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DecoupledStrategy
+    ) -> StepLayout:
+        del strategy
+        from headway.strategies.decoupled.reactions import Reactions
+
+        return Reactions(graph, job)
+
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule, job.world_size)
+
+    def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
+        """As many as the gathers', and the reduce-scatters' are no more."""
+        select = schedule.algorithms.select
+        sizes = (bucket.size_bytes for bucket in schedule.buckets)
+        return sum(select(ALL_GATHER, size, world_size, library).pieces for size in sizes)
+
+    def as_run(self, strategy: DecoupledStrategy, job: Job) -> Strategy:
+        return as_run(strategy, job) if strategy.begin_as is None else strategy.begin_as
+
+    def without_own_costs(self, cluster: Cluster) -> Cluster:
+        own = (*RUNTIME_COSTS, BACKGROUND_UPDATE)
+        kept = {name: cost for name, cost in cluster.algorithms.items() if name not in own}
+        return cluster.model_copy(update={"algorithms": kept, "decoupled_slowdown": None})
+
+    def propose(self, job: Job) -> Proposal:
+        """What the planner makes of the job's steps, and buckets of many sizes, in each form that is permitted."""
+        forms, note = permitted_forms(job)
+        planned = plan(job, forms=forms)
+        found = [strategy_of(each.schedule, job.model) for each in planned.schedules]
+        found += [
+            DecoupledStrategy(bucket_cap_bytes=cap, gather=form).spelled_out(job)
+            for form in forms
+            for cap in CAPS_BYTES
+        ]
+        if job.on.library != NCCL and job.has_parameters and takes_all(job.model):
+            found += [
+                DecoupledStrategy(bucket_cap_bytes=cap, gather=form, wire=BFLOAT16).spelled_out(job)
+                for form in forms
+                for cap in CAST_CAPS_BYTES
+            ]
+        if not forms:
+            return Proposal(note=note)
+        bound = min((bound_of(job, form) for form in forms), key=lambda each: each.step_ns)
+        return Proposal.within(tuple(found), bound, note)
+
+    def adapting(self, strategy: Strategy) -> DecoupledStrategy | None:
+        # What it would change to sends gradients as they are.
+        if isinstance(strategy, OnStockDdp) and not has_wire(strategy):
+            return DecoupledStrategy(adapt=True, begin_as=strategy)
+        if isinstance(strategy, DecoupledStrategy) and strategy.wire is None:
+            return strategy.model_copy(update={"adapt": True})
+        return None
+
+    def for_workers(self, strategy: DecoupledStrategy) -> DecoupledStrategy | None:
+        if not strategy.adapt:
+            return None
+        of_ranks: dict[str, object] = {
+            "reduce_scatter": RING, "all_gather": RING, "by_size": (), "ring_order": (),
+        }  # fmt: skip
+        if isinstance(begins := strategy.begin_as, ParameterServerStrategy):
+            of_ranks["begin_as"] = begins.model_copy(update={"shares": (), "pieces": 1})
+        return strategy.model_copy(update={**of_ranks, "tune": True})
+
+    def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
+        had, known = "", []
+        if isinstance(before, DecoupledStrategy):
+            had, known = before.gather, before.algorithms.in_words
+        said = [] if after.gather == had else [f"{after.gather} are gathered"]
+        said += [each for each in after.algorithms.in_words if each not in known]
+        return said if after.wire is None else [*said, f"gradients sent as {after.wire.describe()}"]
+
+    def wrap(self, module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> nn.Module:
+        from headway.strategies.decoupled import runtime
+
+        return runtime.wrap(module, strategy, **ddp_options)
+
+    @property
+    def injection(self) -> Injection[DecoupledStrategy]:
+        return _Injection()
+
+    def wrappers(self) -> tuple[type[nn.Module], ...]:
+        from headway.strategies.decoupled.runtime import DecoupledDataParallel
+
+        return (DecoupledDataParallel,)
+
+    def recognise(self, wrapped: nn.Module) -> InForce | None:
+        from headway.strategies.decoupled import runtime
+
+        return runtime.in_force(wrapped)
+
+    def refusal(self, wrapped: nn.Module, *, compiled_around: bool) -> str:
+        from headway.strategies.decoupled import runtime
+
+        return runtime.refusal(wrapped, compiled_around=compiled_around)
+
+
+class _Injection(Injection[DecoupledStrategy]):
+    def wrapper(self) -> type[DistributedDataParallel]:
+        from headway.strategies.decoupled.runtime import DecoupledDataParallel
+
+        return DecoupledDataParallel
+
+    def construct(
+        self,
+        init: Callable[..., None],
+        wrapped: DistributedDataParallel,
+        module: nn.Module,
+        given: dict[str, Any],
+        strategy: DecoupledStrategy,
+    ) -> None:
+        from headway.strategies.decoupled.runtime import live_options
+
+        init(wrapped, module, **given, **live_options(strategy, module))
+
+
+PLUGIN = _Plugin()

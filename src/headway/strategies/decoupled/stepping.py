@@ -1,0 +1,224 @@
+"""Deferring an optimizer's step: stock ``optimizer.step()`` is called by the script and meets a stand-in.
+
+A public step pre-hook, common to all optimizers, hands ``step`` a stand-in for its optimizer. When the stock code
+asks the stand-in for ``param_groups``, the parameters whose update the engine takes over are taken out, with the
+hyper-parameters of this moment; the others are updated there and then. The deferred update runs the same stock code
+later: on whole parameters once their gradients have arrived, or on this rank's shard. Hooks of users and schedulers see
+one step, as ever. Optimizers that look at several elements or parameters at once step at once, on whole gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from headway import torch_private
+from headway.strategies.decoupled import deferred
+from headway.strategies.decoupled.condition import LOCK
+from headway.strategies.decoupled.form import Form
+from headway.strategies.decoupled.granularity import UpdateGranularity, granularity_of
+from headway.strategies.decoupled.parameter_state import ParameterState
+from headway.strategies.decoupled.settlement import ParameterGuard, Settlement
+from headway.strategies.decoupled.stand_in import StandIn
+from headway.strategies.decoupled.state import WatchedState
+from headway.torch_private.step_hooks import before_every_step
+
+_ZERO_GRAD = Optimizer.zero_grad
+_KNOWN = {torch.Tensor, torch.nn.Parameter, deferred.DeferredParameter, deferred.DeferredGradient}
+
+_bound: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+
+
+@cache
+def watch_optimizers() -> None:
+    """Notice every ``optimizer.step()`` of this process from now on."""
+    before_every_step(_before_step)
+
+
+def bind(optimizer: Optimizer) -> None:
+    """Make ``optimizer`` ready for deferred steps."""
+    if not isinstance(optimizer.state, WatchedState):
+        for settlement in _settlements(optimizer):
+            settlement.form.state_replaced(optimizer)
+        optimizer.state = WatchedState(optimizer, bring_up_to_date)
+    if optimizer not in _bound:
+        _bound[optimizer] = optimizer.register_load_state_dict_pre_hook(
+            lambda owner, _: bring_up_to_date(owner)
+        )
+        optimizer.zero_grad = _Clearing(optimizer)  # type: ignore[method-assign]
+
+
+def unbind_unused() -> None:
+    """Leave optimizers none of whose parameters belong to a decoupled model as they were before ``bind``."""
+    for optimizer, handle in list(_bound.items()):
+        state = optimizer.state
+        if _guards(optimizer):
+            continue
+        if isinstance(state, WatchedState):
+            if state.left or state.lost:
+                continue
+            optimizer.state = state.plain()
+        handle.remove()
+        put = optimizer.__dict__.get("zero_grad")
+        if isinstance(put, _Clearing):  # else something has been put around it, and goes on calling it
+            del optimizer.zero_grad
+            if put.own is not None:
+                optimizer.zero_grad = put.own  # type: ignore[method-assign]
+        del _bound[optimizer]
+
+
+def _guards(optimizer: Optimizer) -> list[ParameterGuard]:
+    """Of those of the optimizer's parameters that belong to decoupled models."""
+    found = (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"])
+    return [guard for guard in found if guard is not None]
+
+
+def bring_up_to_date(optimizer: Optimizer) -> None:
+    """Apply every step of ``optimizer`` that is still due, and let it hold its whole state."""
+    with LOCK:
+        for guard in _guards(optimizer):
+            guard.before_value()
+        for settlement in _settlements(optimizer):
+            settlement.condition.check_usable()
+            settlement.form.state_wanted(optimizer)
+
+
+def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
+    """Clear gradients as ``zero_grad`` does, without waiting for those that are in flight.
+
+    Afterwards stock code may go through them without subclass dispatch: ``.grad`` is what it should be.
+    """
+    with LOCK, torch_private.without_subclass_dispatch(), torch.no_grad():
+        for parameter in parameters:
+            guard: ParameterGuard | None = deferred.entry_of(parameter)
+            if guard is None:
+                continue
+            state = guard.state
+            if set_to_none:
+                state.forget_look()
+            if not state.phase.pending:
+                continue
+            guard.before_gradient_write()
+            if set_to_none:
+                deferred.clear_gradient(parameter)
+            elif state.grad is not None:
+                state.grad.zero_()
+            elif guard.settlement.usage.anywhere(state):  # so that stock DDP would have made a gradient
+                state.grad = torch.zeros_like(parameter)
+
+
+def _settlements(optimizer: Optimizer) -> list[Settlement]:
+    return list(dict.fromkeys(guard.settlement for guard in _guards(optimizer)))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if not deferred.anything_registered():
+        return None
+    settlements = _settlements(optimizer)
+    if not settlements:
+        return None
+    granularity = granularity_of(optimizer)
+    with LOCK:
+        bind(optimizer)
+        if isinstance(optimizer.state, WatchedState):
+            optimizer.state.recover()
+        for settlement in settlements:
+            settlement.condition.check_usable()
+            settlement.note_step(g.state for g in _guards(optimizer) if g.settlement is settlement)
+            if granularity is not UpdateGranularity.ELEMENTWISE or settlement.form.stepped_by_another(
+                optimizer
+            ):
+                settlement.gather_gradients_from_now_on()
+    if granularity is UpdateGranularity.GLOBAL:
+        return None  # its own code reads gradients and parameters, which bring themselves up to date
+    return (StandIn(optimizer, partial(_defer, optimizer)), *args[1:]), kwargs
+
+
+def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Give the engines their parameters to update, and return groups of the others."""
+    with LOCK:
+        return _deferred(optimizer)
+
+
+def _deferred(optimizer: Optimizer) -> list[dict[str, Any]]:
+    granularity = granularity_of(optimizer)
+    guards: list[list[ParameterGuard | None]] = [
+        [deferred.entry_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups
+    ]
+    _prepare(optimizer, guards, granularity)
+    hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
+    now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+    taken: dict[Form, list[list[ParameterState]]] = {}
+    for index, (group, of_group) in enumerate(zip(optimizer.param_groups, guards, strict=True)):
+        for parameter, guard in zip(group["params"], of_group, strict=True):
+            if guard is None or not (form := guard.settlement.form).takes(guard.state, granularity):
+                now[index]["params"].append(parameter)
+                continue
+            if form not in taken:
+                taken[form] = [[] for _ in now]
+            taken[form][index].append(guard.state)
+    for form, states in taken.items():
+        form.step(optimizer, hyper_parameters, states)
+    if taken and isinstance(optimizer.state, WatchedState):
+        optimizer.state.behind = True
+    return now
+
+
+def _prepare(
+    optimizer: Optimizer, guards: Sequence[Sequence[ParameterGuard | None]], granularity: UpdateGranularity
+) -> None:
+    """Settle what cannot wait, now that a closure has run."""
+    scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    states_by_settlement: defaultdict[Settlement, list[ParameterState]] = defaultdict(list)
+    for guard in chain.from_iterable(guards):
+        if guard is not None:
+            states_by_settlement[guard.settlement].append(guard.state)
+    for settlement, states in states_by_settlement.items():
+        settlement.condition.check_usable()
+        if any(state.is_local for state in states):
+            settlement.gather_gradients_from_now_on()
+        if settlement.needs_gradients:
+            settlement.form.state_wanted(optimizer)  # of the updates that are not deferred
+        settlement.form.before_step(states, granularity, scaled_by_amp=scaled_by_amp)
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+class _Clearing:
+    """A ``zero_grad`` that does not wait for gradients in flight, and then does ``own``, or what the class has."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.own = optimizer.__dict__.get("zero_grad")  # of the script, or of a library
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Clear."""
+        owner = self._optimizer()
+        assert owner is not None
+        with LOCK:  # another thread's update may have put averages there for a moment
+            self._clear(owner, set_to_none)
+
+    def _clear(self, owner: Optimizer, set_to_none: bool) -> None:
+        parameters = [p for group in owner.param_groups for p in group["params"]]
+        clear_gradients(parameters, set_to_none=set_to_none)
+        if self.own is not None:
+            self.own(set_to_none)
+        elif type(owner).zero_grad is _ZERO_GRAD and {type(p) for p in parameters} <= _KNOWN:
+            with torch_private.without_subclass_dispatch():
+                _ZERO_GRAD(owner, set_to_none)
+        else:  # which may look at values too
+            type(owner).zero_grad(owner, set_to_none)

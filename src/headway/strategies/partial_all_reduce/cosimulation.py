@@ -1,0 +1,335 @@
+"""Decentralised training simulated: the generator that serves a live job decides while the simulation runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headway.cluster import Cluster
+from headway.collectives.algorithms import ALL_REDUCE
+from headway.collectives.selection import Selection
+from headway.coordination.generator import Grant, GroupGenerator
+from headway.coordination.generators.factory import generator_of
+from headway.coordination.matrices import Consensus, iterations_to_mix
+from headway.errors import UnsupportedError
+from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.deciding import NO_RANK, Decision, Decisions
+from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
+from headway.strategies.horizon import GroupRun, Outcome
+from headway.strategies.partial_all_reduce.scenario import Iterations, Scenario
+from headway.strategies.partial_all_reduce.scheduled import ScheduledGroups
+
+ASKS, IS_DONE, WAKES, HAPPENS = "asks", "group is done", "wakes", "happens"
+
+
+def generator_for(schedule: GroupSchedule | CoordinatedGroups, cluster: Cluster) -> GroupGenerator:
+    """What forms groups: the class that the live coordinator asks, or the fixed schedule."""
+    hosts = {rank: cluster.hosts[host].name for rank, host in enumerate(cluster.host_of_rank)}
+    if isinstance(schedule, GroupSchedule):
+        return ScheduledGroups(schedule, hosts)
+    return generator_of(schedule.generator, dict(schedule.options), hosts, schedule.seed)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank, in the life that it has now. ``finished`` counts iterations over all of its lives."""
+
+    life: int = 0
+    is_there: bool = False
+    finished: int = 0
+    cursor: RankCursor | None = None  # lays out what comes next
+    stands: Decision | None = None  # where its main thread stands still
+    since_ns: int = 0  # since the end of its iteration
+    asked: Decision | None = None  # where it asked for the group that it waits for, or is in
+    asked_ns: int = 0
+    has_mean: bool = False  # that it has not handed down
+
+
+@dataclass(slots=True)
+class _Group:
+    members: tuple[int, ...]
+    iterations: tuple[int, ...]
+    begin_ns: int
+    lives: dict[int, int]
+    done: dict[int, Decision] = field(default_factory=dict)
+    averaged: bool = True
+
+
+class CoSimulation:
+    """Lays out iterations and groups as they come: the ``Decider`` of one simulation, to be played once.
+
+    A rank computes an iteration and asks for a group; with ``staleness`` 0 it stands until the group has averaged, with
+    1 it computes the next iteration meanwhile and stands before it would ask again. A group all-reduces ``size_bytes``
+    and is done when all of its members have finished: they vote on whether all hold the mean. To ask, to be granted and
+    to vote take a message between hosts each, unless the schedule is fixed. A group of which a member dies ends when it
+    would have, and nobody takes the mean over. Ranks that join have the model at once.
+
+    Where hosts are the workers, ``cluster`` has a rank for each, and a host that has taken a mean stands for its
+    ``hand_down_ns`` until its other ranks have it: before it goes on, or with ``staleness`` 1 before it asks again.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        schedule: GroupSchedule | CoordinatedGroups,
+        iterations: Iterations,
+        size_bytes: int,
+        staleness: int,
+        generator: GroupGenerator | None = None,
+        hand_down_ns: Sequence[int] = (),
+    ) -> None:
+        if isinstance(schedule, GroupSchedule) and (iterations.scenario.deaths or iterations.scenario.joins):
+            raise UnsupportedError(
+                "groups that are fixed cannot go on without a rank", got="ranks that die or join",
+                fix="Let a generator form groups, such as first-come.",
+            )  # fmt: skip
+        self._iterations, self._size_bytes, self._staleness = iterations, size_bytes, staleness
+        self._hand_down_ns = hand_down_ns or [0] * cluster.world_size
+        self._generator = generator or generator_for(schedule, cluster)
+        self.graph: GraphBuilder[GroupSchedule | CoordinatedGroups] = GraphBuilder(cluster, schedule)
+        self._decisions = Decisions(self.graph)
+        coordinated = isinstance(schedule, CoordinatedGroups)
+        self._message_ns = round(cluster.latency_us * 1e3) if coordinated else 0
+        self._ranks = [_Rank() for _ in range(cluster.world_size)]
+        self._groups: dict[int, _Group] = {}
+        self._group_of: dict[int, int] = {}  # by the operations of decisions
+        self._lives: dict[int, int] = {}  # of the decisions of ranks, by operation
+        self._happens: dict[int, tuple[Callable[[int, int, int], None], int]] = {}  # by timer
+        self._wake_at_ns: int | None = None
+        self.consensus = Consensus(cluster.world_size)
+        self.finished_ns: list[list[int]] = [[] for _ in self._ranks]
+        self.runs: list[GroupRun] = []
+        self._standing_ns, self._forming_ns = [0] * len(self._ranks), [0] * len(self._ranks)
+        self._spreads: list[float] = []
+
+    @property
+    def _scenario(self) -> Scenario:
+        return self._iterations.scenario
+
+    def play(self) -> Outcome:
+        """Simulate until the scenario's end. Raises OverflowError where times are out of range."""
+        scenario = self._scenario
+        self._at(scenario.until_ns, lambda *_: None, NO_RANK)
+        for time_ns, rank in scenario.deaths:
+            self._at(time_ns, self._die, rank)
+        for time_ns, rank in scenario.joins:
+            self._at(time_ns, self._join, rank)
+        for rank in range(len(self._ranks)):
+            if not scenario.absent_first(rank):
+                self._join(rank, 0, -1)
+        played = self._decisions.play(self, scenario.until_ns)
+        for rank, own in enumerate(self._ranks):
+            if own.stands is not None:
+                self._stood(rank, scenario.until_ns)
+        selections = {collective.selection for collective in self.graph.collectives}
+        return Outcome(
+            from_ns=scenario.from_ns,
+            until_ns=scenario.until_ns,
+            finished_ns=self.finished_ns,
+            groups=self.runs,
+            standing_ns=self._standing_ns,
+            forming_ns=self._forming_ns,
+            distance=self.consensus.distance(self._there),
+            spread=self.consensus.spread(self._there),
+            mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
+            operations=len(played.end_ns),
+            mixing_iterations=iterations_to_mix(
+                [each.members for each in self.runs if each.averaged], len(self._ranks)
+            ),
+            cost_error=max((each.cost(self.graph.cluster).fit_error for each in selections), default=0.0),
+        )
+
+    def selection(self, members: Sequence[int]) -> Selection:
+        """How a group all-reduces: as the library does."""
+        return self.graph.selection_of(ALL_REDUCE, self._size_bytes, members)
+
+    # The decider.
+
+    def decide(self, now_ns: int, asked: Sequence[Decision]) -> None:
+        """Tell the generator what has happened, and begin what it grants."""
+        for each in asked:
+            if each.name == IS_DONE:
+                self._member_is_done(each, now_ns)
+        for each in asked:
+            if each.name == ASKS and self._lives[each.operation] == self._ranks[each.rank].life:
+                self._computed(each, now_ns)
+        for each in asked:
+            if each.name == HAPPENS:
+                happen, rank = self._happens[each.operation]
+                happen(rank, now_ns, each.operation)
+        if (wake_ns := self._generator.wake_ns) is not None and wake_ns <= now_ns:
+            self._begin(self._generator.wake(now_ns), now_ns)
+        self._set_alarm(now_ns)
+
+    def _set_alarm(self, now_ns: int) -> None:
+        wake_ns = self._generator.wake_ns
+        if wake_ns is not None and (self._wake_at_ns is None or not now_ns < self._wake_at_ns <= wake_ns):
+            self._wake_at_ns = max(wake_ns, now_ns + 1)
+            self._decisions.ask_in(self._wake_at_ns - now_ns, WAKES)
+
+    def _at(self, time_ns: int, happen: Callable[[int, int, int], None], rank: int) -> None:
+        self._happens[self._decisions.ask_in(time_ns, HAPPENS).operation] = happen, rank
+
+    # Ranks.
+
+    def _join(self, rank: int, now_ns: int, operation: int) -> None:
+        own = self._ranks[rank]
+        assert not own.is_there, "a rank joins that is there"
+        source = next((each for each, other in enumerate(self._ranks) if other.is_there), None)
+        if source is not None and now_ns:
+            self.consensus.copied(rank, source)
+        self._ranks[rank] = _Rank(own.life + 1, True, own.finished)
+        self._ranks[rank].cursor = RankCursor(rank, own.finished, operation)
+        grants = self._generator.join(rank, now_ns)
+        self._lay_out_iteration(rank)
+        self._begin(grants, now_ns)
+
+    def _die(self, rank: int, now_ns: int, _operation: int) -> None:
+        own = self._ranks[rank]
+        if not own.is_there:
+            return
+        if own.stands is not None:
+            self._stood(rank, now_ns)
+        for group in self._groups.values():
+            group.averaged &= group.lives.get(rank) != own.life
+        self._ranks[rank] = _Rank(own.life + 1, False, own.finished)
+        self._begin(self._generator.leave(rank, now_ns), now_ns)
+
+    def _lay_out_iteration(self, rank: int) -> None:
+        own = self._ranks[rank]
+        assert own.cursor is not None
+        for part, time_ns in self._iterations.of(rank, own.finished):
+            self.graph.compute(own.cursor, part, time_ns)
+        decision = self._decisions.ask(own.cursor, ASKS)
+        self._lives[decision.operation] = own.life
+        own.cursor.step += 1
+
+    def _computed(self, decision: Decision, now_ns: int) -> None:
+        """A rank has computed an iteration."""
+        rank, own = decision.rank, self._ranks[decision.rank]
+        self.finished_ns[rank].append(now_ns)
+        self.consensus.iterated(rank)
+        own.finished += 1
+        own.stands, own.since_ns = decision, now_ns
+        if own.asked is None:
+            self._handed_down(rank, now_ns, self._ask)
+
+    def _handed_down(self, rank: int, now_ns: int, then: Callable[[int, int], None]) -> None:
+        """Have a host that has taken a mean hand it down before ``then``."""
+        own = self._ranks[rank]
+        taken_ns = self._hand_down_ns[rank] if own.has_mean else 0
+        own.has_mean = False
+        if not taken_ns:
+            then(rank, now_ns)
+            return
+
+        def happen(rank: int, now_ns: int, _operation: int) -> None:
+            if self._ranks[rank].life == own.life:
+                then(rank, now_ns)
+
+        self._at(taken_ns, happen, rank)
+
+    def _ask(self, rank: int, now_ns: int) -> None:
+        own = self._ranks[rank]
+        own.asked, own.asked_ns = own.stands, now_ns
+        if self._staleness:
+            self._go_on(rank, now_ns)
+        self._begin(self._generator.ask(rank, now_ns), now_ns)
+
+    def _go_on(self, rank: int, now_ns: int) -> None:
+        """Have a rank compute its next iteration."""
+        own = self._ranks[rank]
+        assert own.stands is not None
+        self._stood(rank, now_ns)
+        self._decisions.answer(own.stands)
+        own.stands = None
+        self._lay_out_iteration(rank)
+
+    def _stood(self, rank: int, now_ns: int) -> None:
+        since_ns = max(self._ranks[rank].since_ns, self._scenario.from_ns)
+        self._standing_ns[rank] += max(0, now_ns - since_ns)
+
+    def _released(self, rank: int, now_ns: int) -> None:
+        """The group of a rank is over: it goes on, or asks for the next if it has been waiting to."""
+        own = self._ranks[rank]
+        own.asked = None
+        if own.stands is None:
+            return
+        self._handed_down(rank, now_ns, self._ask if self._staleness else self._go_on)
+
+    # Groups.
+
+    def _begin(self, grants: Iterable[Grant], now_ns: int) -> None:
+        for grant in grants:
+            for rank in grant.members:
+                begun_ns = max(self._scenario.from_ns, self._ranks[rank].asked_ns)
+                self._forming_ns[rank] += max(0, now_ns - begun_ns)
+            if len(grant.members) == 1:
+                self._released(grant.members[0], now_ns)
+                continue
+            members = [self._ranks[rank] for rank in grant.members]
+            self._groups[grant.number] = _Group(
+                grant.members,
+                tuple(own.finished for own in members),
+                now_ns,
+                {rank: own.life for rank, own in zip(grant.members, members, strict=True)},
+            )
+            for rank in grant.members:
+                self._average(rank, grant)
+
+    def _average(self, rank: int, grant: Grant) -> None:
+        """Lay out a member's part of a group: on its main thread, or apart from it."""
+        own = self._ranks[rank]
+        assert own.asked is not None
+        assert own.cursor is not None
+        if self._staleness:
+            cursor = RankCursor(rank, own.asked.step, own.asked.operation)
+        else:
+            self._decisions.answer(own.asked)
+            cursor = own.cursor
+        self._delay(cursor, 2 * self._message_ns)  # to ask, and to be granted
+        number = self.graph.launch(
+            cursor, ALL_REDUCE, grant.number, self._size_bytes, bucket=-1, members=grant.members,
+            selection=self.selection(grant.members),
+        )  # fmt: skip
+        self.graph.wait(cursor, "group", number)
+        self._delay(cursor, 2 * self._message_ns)  # to vote, and to learn what was decided
+        decision = self._decisions.ask(cursor, IS_DONE)
+        self._group_of[decision.operation] = grant.number
+        if not self._staleness:
+            own.stands = decision
+
+    def _delay(self, cursor: RankCursor, time_ns: int) -> None:
+        """A while in which nothing of this rank happens, after all that the cursor waits for."""
+        if time_ns:
+            ends = [self.graph.communications[number].end_of(cursor.rank) for number in cursor.pending]
+            cursor.pending.clear()
+            cursor.tail = self.graph.operations.operation(time_ns, after=[cursor.tail, *ends])
+
+    def _member_is_done(self, decision: Decision, now_ns: int) -> None:
+        """A member has finished; the last one ends the group for all."""
+        number = self._group_of.pop(decision.operation)
+        group = self._groups[number]
+        group.done[decision.rank] = decision
+        if len(group.done) < len(group.members):
+            return
+        del self._groups[number]
+        if group.averaged:
+            self.consensus.averaged(group.members)
+        self.runs.append(
+            GroupRun(number, group.members, group.iterations, group.begin_ns, now_ns, group.averaged)
+        )
+        if now_ns > self._scenario.from_ns and len(self.runs) % max(1, len(self._ranks) // 8) == 0:
+            self._spreads.append(self.consensus.spread(self._there))
+        self._begin(self._generator.ended(number, now_ns), now_ns)
+        for rank in group.members:
+            if self._staleness:
+                self._decisions.answer(group.done[rank])
+            if self._ranks[rank].life == group.lives[rank]:
+                self._ranks[rank].has_mean = group.averaged
+                self._released(rank, now_ns)
+
+    @property
+    def _there(self) -> list[int]:
+        return [rank for rank, own in enumerate(self._ranks) if own.is_there]

@@ -1,0 +1,294 @@
+"""Joining: a new or returned worker takes parameters, buffers and optimizer state from a live peer.
+
+The peer sends one header that names every tensor, then their bytes. The worker accepts exactly the tensors of its own
+model; of optimizer states those of its own parameters, within bounds. It receives everything before it writes anything.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from headway.coordination.membership import Member
+from headway.errors import CommunicationError, UnsupportedError, UserError, one_line
+from headway.rpc.trusted import receive_exactly
+from headway.strategies.partial_all_reduce import frames
+from headway.strategies.partial_all_reduce.frames import MAX_HEADER_BYTES, FrameError, Header
+from headway.strategies.partial_all_reduce.peers import Peers
+from headway.strategies.partial_all_reduce.snapshots import Snapshots
+
+PAUSE_S = 0.1
+STATES_OF_ONE_PARAMETER = 16
+SMALL_NUMEL = 4096
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+        torch.float8_e4m3fn, torch.float8_e5m2,
+    )
+}  # fmt: skip
+SLOWEST_BYTES_PER_S = 1e6
+"""What a connection over which a state comes has at least: a tensor may take its time at that rate."""
+PATIENCE_S = 30.0
+"""And so long besides, whatever its size."""
+
+Scalar = int | float | bool | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker's model and optimizer state: tensors by name on the CPU, and the optimizer's other values by name.
+
+    Names are ``parameter/NAME``, ``buffer/NAME`` and ``moment/PARAMETER/KEY``. ``optimizer`` is the class's name,
+    ``averaged`` are the parameters that have been averaged, frozen by now or not.
+    """
+
+    iteration: int
+    optimizer: str
+    tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Scalar]
+    averaged: Sequence[str] = ()
+
+
+def state_of(
+    module: nn.Module, optimizer: Optimizer | None, iteration: int, averaged: Collection[str] = ()
+) -> WorkerState:
+    """A copy of what ``module`` and ``optimizer`` hold now."""
+    tensors = {name: _copied(tensor) for name, tensor in _model_tensors(module).items()}
+    scalars: dict[str, Scalar] = {}
+    if optimizer is not None:
+        for name, parameter in module.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"moment/{name}/{key}"] = _copied(value)
+                elif value is None or isinstance(value, (int, float, bool, str)):
+                    scalars[f"moment/{name}/{key}"] = value
+    return WorkerState(
+        iteration, type(optimizer).__name__ if optimizer else "", tensors, scalars, sorted(averaged)
+    )
+
+
+def with_moments_of(state: WorkerState, other: WorkerState) -> WorkerState:
+    """``state`` of a worker that has the optimizer's state of ``other`` yet to hand to its optimizer."""
+    moments = {name: tensor for name, tensor in other.tensors.items() if name.startswith("moment/")}
+    return replace(
+        state,
+        optimizer=other.optimizer,
+        tensors={**state.tensors, **moments},
+        scalars={**state.scalars, **other.scalars},
+    )
+
+
+def take_over(state: WorkerState, module: nn.Module) -> None:
+    """Write the parameters and buffers of ``state``, which ``fetch`` has checked, into ``module``."""
+    with torch.no_grad():
+        for name, tensor in _model_tensors(module).items():
+            tensor.copy_(state.tensors[name])
+
+
+def take_over_moments(state: WorkerState, module: nn.Module, optimizer: Optimizer) -> None:
+    """Give ``optimizer`` the state of its parameters in ``state``; hyper-parameters stay this worker's own.
+
+    Raises UserError where the peer's optimizer is of another class.
+    """
+    if not state.optimizer:  # the peer has made no step
+        return
+    if type(optimizer).__name__ != state.optimizer:
+        raise UserError(
+            "the peer trains with another optimizer", got=type(optimizer).__name__, expected=state.optimizer,
+            fix="Start all workers with the same script.",
+        )  # fmt: skip
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    values: dict[str, dict[str, Any]] = {}
+    for full, value in (*state.tensors.items(), *state.scalars.items()):
+        if full.startswith("moment/"):
+            name, _, key = full.removeprefix("moment/").rpartition("/")
+            values.setdefault(name, {})[key] = value
+    known = optimizer.state_dict()
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in known["param_groups"] for index in group["params"]]
+    known["state"] = {
+        index: values[name_of[id(parameter)]]
+        for index, parameter in zip(indices, order, strict=True)
+        if name_of.get(id(parameter)) in values
+    }
+    optimizer.load_state_dict(known)
+
+
+# Giving ------------------------------------------------------------------------------------------------
+
+
+def give(snapshots: Snapshots[WorkerState], connection: socket.socket, deadline: float) -> None:
+    """Send a snapshot to a peer that asked for one and waits until ``deadline`` for it to begin.
+
+    Raises OSError, TimeoutError.
+    """
+    state = snapshots.get(deadline)
+    header = {
+        "iteration": state.iteration, "optimizer": state.optimizer, "scalars": dict(state.scalars),
+        "averaged": list(state.averaged),
+        "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
+    }  # fmt: skip
+    frames.send(connection, header, b"", deadline)
+    for tensor in state.tensors.values():
+        frames.send_raw(connection, _bytes_of(tensor), _allowed_until(tensor.nbytes))
+
+
+# Taking ------------------------------------------------------------------------------------------------
+
+
+def fetch(
+    peers: Peers, others: Sequence[Member], own: Member, module: nn.Module, timeout_s: float
+) -> WorkerState:
+    """The state of the first of ``others`` that gives it, checked against ``module``.
+
+    Each is asked in turn, again and again. Raises UserError where a peer's model is another one, CommunicationError
+    where none gives its state within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    each_s = timeout_s / max(2, len(others))
+    failures: dict[int, str] = {}
+    while True:
+        for member in others:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                said = "; ".join(
+                    f"worker {worker}: {failure}" for worker, failure in sorted(failures.items())
+                )
+                raise CommunicationError(
+                    f"worker {own.worker}: no peer gave its state within {timeout_s:g} s ({one_line(said)}). "
+                    "Check that the others can be reached at their addresses, and start this worker again."
+                )
+            try:
+                return _fetched(peers, member, module, time.monotonic() + min(left_s, each_s), deadline)
+            except OSError as error:
+                failures[member.worker] = one_line(str(error), 100) or type(error).__name__
+        time.sleep(min(PAUSE_S, max(0.0, deadline - time.monotonic())))
+
+
+def _fetched(
+    peers: Peers, member: Member, module: nn.Module, begins_by: float, deadline: float
+) -> WorkerState:
+    """The state of ``member``, which begins to send it before ``begins_by``; all of it is here by ``deadline``."""
+    with peers.connect(member, begins_by) as connection:
+        request = {"kind": "state", "wait_s": max(0.0, begins_by - time.monotonic())}
+        frames.send(connection, request, b"", begins_by)
+        header, _ = frames.receive(
+            connection, begins_by, max_payload_bytes=0, max_header_bytes=MAX_HEADER_BYTES
+        )
+        if "failed" in header:
+            raise ConnectionError(str(header["failed"])[:200])
+        expected = _checked(header, module, member)
+        tensors = {name: _received(connection, dtype, shape, deadline) for name, dtype, shape in expected}
+        return WorkerState(
+            header["iteration"], header["optimizer"], tensors, header["scalars"], header["averaged"]
+        )
+
+
+def _allowed_until(size_bytes: int) -> float:
+    """Until when a tensor of that size may be on its way."""
+    return time.monotonic() + PATIENCE_S + size_bytes / SLOWEST_BYTES_PER_S
+
+
+def _checked(header: Header, module: nn.Module, member: Member) -> list[tuple[str, torch.dtype, list[int]]]:
+    """The tensors that are sent. Raises UserError for another model's, FrameError for what nobody would send."""
+    listed, scalars = header.get("tensors"), header.get("scalars")
+    if (
+        not isinstance(listed, list) or not isinstance(scalars, dict) or not isinstance(header.get("iteration"), int)
+        or not isinstance(header.get("optimizer"), str) or not _are_names(header.get("averaged"))
+    ):  # fmt: skip
+        raise FrameError("a state without its parts")
+    tensors = [_described(each) for each in listed]
+    sent = {name: (dtype, shape) for name, dtype, shape in tensors if not name.startswith("moment/")}
+    own = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in _model_tensors(module).items()}
+    if len(sent) != sum(not name.startswith("moment/") for name, _, _ in tensors):
+        raise FrameError("a state that names a tensor twice")
+    for name in sorted(own.keys() | sent.keys()):
+        if own.get(name) != sent.get(name):
+            raise UserError(
+                f"worker {member.worker} trains another model", got=f"{name} {own.get(name, 'missing')} here",
+                expected=f"{sent.get(name, 'missing')} there", fix="Start all workers with the same model.",
+            )  # fmt: skip
+    _check_moments([each for each in tensors if each[0].startswith("moment/")], [*scalars], module)
+    if not all(value is None or isinstance(value, (int, float, bool, str)) for value in scalars.values()):
+        raise FrameError("an optimizer's state holds what is no number")
+    return tensors
+
+
+def _are_names(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(each, str) for each in found)
+
+
+def _check_moments(
+    moments: Sequence[tuple[str, torch.dtype, list[int]]], scalars: Sequence[str], module: nn.Module
+) -> None:
+    numel = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    counts: dict[str, int] = {}
+    for full in (*(name for name, _, _ in moments), *scalars):
+        name = full.removeprefix("moment/").rpartition("/")[0]
+        counts[name] = counts.get(name, 0) + 1
+        if not full.startswith("moment/") or name not in numel or counts[name] > STATES_OF_ONE_PARAMETER:
+            raise FrameError(f"an optimizer's state of no parameter of this model: {full[:100]!r}")
+    for full, _, shape in moments:
+        if torch.Size(shape).numel() > max(
+            SMALL_NUMEL, numel[full.removeprefix("moment/").rpartition("/")[0]]
+        ):
+            raise FrameError(f"an optimizer's state is larger than its parameter: {full[:100]!r}")
+
+
+def _described(entry: Any) -> tuple[str, torch.dtype, list[int]]:
+    match entry:
+        case [str(name), str(dtype), list(shape)] if dtype in DTYPES and len(shape) <= 64:
+            if all(type(size) is int and 0 <= size < 2**40 for size in shape):
+                return name, DTYPES[dtype], shape
+    raise FrameError("a state with a tensor that is not described")
+
+
+def _received(
+    connection: socket.socket, dtype: torch.dtype, shape: Sequence[int], deadline: float
+) -> torch.Tensor:
+    size_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if not size_bytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    found = receive_exactly(connection, size_bytes, min(deadline, _allowed_until(size_bytes)))
+    return torch.frombuffer(found, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+# Both --------------------------------------------------------------------------------------------------
+
+
+def check_can_be_sent(module: nn.Module) -> None:
+    """Raise UnsupportedError, naming the tensor, unless a worker that joins can be sent all of ``module``."""
+    for name, tensor in _model_tensors(module).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise UnsupportedError(
+                "a tensor of the model cannot be given to workers that join",
+                got=f"{name.partition('/')[2]}, {dtype}, {str(tensor.layout).removeprefix('torch.')}",
+                expected=f"a dense tensor of {', '.join(sorted(DTYPES))}",
+            )  # fmt: skip
+
+
+def _model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **{f"parameter/{name}": parameter.detach() for name, parameter in module.named_parameters()},
+        **{f"buffer/{name}": buffer for name, buffer in module.named_buffers()},
+    }
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,208 @@
+"""Peers: what a worker answers other workers at its address, and how it asks them.
+
+Connections prove the job's secret (``headway.rpc.trusted``). Every question has a deadline, so that a peer that was
+killed, stopped or cut off costs a bounded time.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from headway.coordination.membership import Member
+from headway.rpc.trusted import connect
+from headway.strategies.partial_all_reduce import frames
+from headway.strategies.partial_all_reduce.board import MAX_VALUE_BYTES, Board
+from headway.strategies.partial_all_reduce.frame_server import FrameServer
+from headway.strategies.partial_all_reduce.frames import FrameError, Header
+
+CAPACITY = 512
+IDLE_S = 600.0  # how long a connection may say nothing; whoever comes back later connects again
+LONGEST_ANSWER_S = 3600.0
+MAX_KEYS_ASKED = 4096
+
+Handler = Callable[[socket.socket, Header, bytes, float], None]
+"""Answers one request: the connection, its header and payload, and when its asker stops waiting."""
+
+
+class PeerRefusedError(ConnectionError):
+    """A peer says that it cannot answer a question."""
+
+
+class Room(Protocol):
+    """One group's room, wherever it is."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for the group. Raises OSError."""
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all keys, once they are there. Raises OSError, TimeoutError."""
+
+
+class PeerServer:
+    """Answers other workers at ``address``. Raises OSError where it cannot listen on ``host``."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        self.board = Board()
+        self._handlers: dict[str, Handler] = {"put": self._put, "get": self._get}
+        self._server = FrameServer(host, secret, self._answer, capacity=CAPACITY, name="headway-peers")
+        self.address = self._server.address
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Have requests of ``kind`` answered by ``handler``, on threads of their own."""
+        self._handlers[kind] = handler
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._server.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        while True:
+            idle = time.monotonic() + IDLE_S
+            header, payload = frames.receive(connection, idle, max_payload_bytes=MAX_VALUE_BYTES)
+            handler = self._handlers.get(str(header.get("kind")))
+            wait_s = header.get("wait_s")
+            if handler is None or not isinstance(wait_s, (int, float)):
+                raise FrameError("a request that nobody answers")
+            deadline = time.monotonic() + min(float(wait_s), LONGEST_ANSWER_S)
+            self._answer_one(handler, connection, header, bytes(payload), deadline)
+
+    @staticmethod
+    def _answer_one(
+        handler: Handler, connection: socket.socket, header: Header, payload: bytes, deadline: float
+    ) -> None:
+        try:
+            handler(connection, header, payload, deadline)
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            frames.send(connection, {"failed": str(error)[:200]}, b"", time.monotonic() + 1.0)
+
+    def _put(self, connection: socket.socket, header: Header, payload: bytes, deadline: float) -> None:
+        self.board.put(str(header["room"]), str(header["key"]), payload)
+        frames.send(connection, {}, b"", deadline)
+
+    def _get(self, connection: socket.socket, header: Header, payload: bytes, deadline: float) -> None:
+        del payload
+        keys = header["keys"]
+        if not isinstance(keys, list) or len(keys) > MAX_KEYS_ASKED:
+            raise FrameError("too many keys at once")
+        values = self.board.get(str(header["room"]), [str(key) for key in keys], deadline)
+        sizes = [len(value) for value in values]
+        frames.send(connection, {"sizes": sizes}, b"".join(values), deadline + 1.0)
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """Host and port of an address. Raises FrameError where it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise FrameError(f"no address: {address[:100]!r}")
+    return host.strip("[]"), int(port)
+
+
+class Peers:
+    """Asks other workers. Connections are kept for the next question, at most ``kept`` of them; for one thread."""
+
+    def __init__(self, secret: bytes, kept: int = 64) -> None:
+        self._secret = secret
+        self._kept = kept
+        self._connections: dict[str, socket.socket] = {}
+
+    def connect(self, member: Member, deadline: float) -> socket.socket:
+        """A connection to ``member`` of the caller's own. Raises OSError, TimeoutError."""
+        return connect(endpoint(member.address), self._secret, deadline)
+
+    def ask(
+        self,
+        member: Member,
+        header: dict[str, Any],
+        payload: bytes,
+        deadline: float,
+        max_payload_bytes: int = 0,
+    ) -> tuple[dict[str, Any], bytearray]:
+        """The answer of ``member``. Raises OSError or TimeoutError where there is none before ``deadline``."""
+        kept = self._connections.pop(member.address, None)
+        if kept is not None:
+            try:
+                return self._asked(kept, member, header, payload, deadline, max_payload_bytes)
+            except PeerRefusedError:
+                raise
+            except OSError:  # closed for having been idle: a new one is made
+                pass
+        return self._asked(
+            self.connect(member, deadline), member, header, payload, deadline, max_payload_bytes
+        )
+
+    def _asked(
+        self, connection: socket.socket, member: Member, header: dict[str, Any], payload: bytes, deadline: float,
+        max_payload_bytes: int,
+    ) -> tuple[dict[str, Any], bytearray]:  # fmt: skip
+        try:
+            wait_s = max(0.0, deadline - time.monotonic())
+            frames.send(connection, {**header, "wait_s": wait_s}, payload, deadline)
+            answer = frames.receive(connection, deadline + 1.0, max_payload_bytes=max_payload_bytes)
+        except BaseException:
+            connection.close()
+            raise
+        self._connections[member.address] = connection
+        while len(self._connections) > self._kept:
+            self._connections.pop(next(iter(self._connections))).close()
+        if "failed" in answer[0]:
+            raise PeerRefusedError(str(answer[0]["failed"])[:200])
+        return answer
+
+    def close(self) -> None:
+        """Close what is kept."""
+        while self._connections:
+            self._connections.popitem()[1].close()
+
+
+class HereRoom:
+    """A room on this worker's own board."""
+
+    def __init__(self, board: Board, name: str, deadline: float) -> None:
+        self._board, self._name, self._deadline = board, name, deadline
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for the group."""
+        self._board.put(self._name, key, value)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all keys, once they are there."""
+        return self._board.get(self._name, keys, self._deadline)
+
+
+class RemoteRoom:
+    """A room on the board of ``holder``."""
+
+    def __init__(self, peers: Peers, holder: Member, name: str, deadline: float) -> None:
+        self._peers, self._holder, self._name, self._deadline = peers, holder, name, deadline
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for the group."""
+        self._asked({"kind": "put", "room": self._name, "key": key}, value, 0)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all keys, once they are there."""
+        request = {"kind": "get", "room": self._name, "keys": list(keys)}
+        header, payload = self._asked(request, b"", MAX_VALUE_BYTES * max(1, len(keys)))
+        sizes = header.get("sizes")
+        if not isinstance(sizes, list) or len(sizes) != len(keys) or sum(sizes) != len(payload):
+            raise FrameError("an answer that does not fit its question")
+        values, place = [], 0
+        for size in sizes:
+            values.append(bytes(payload[place : place + size]))
+            place += size
+        return values
+
+    def _asked(self, request: dict[str, Any], payload: bytes, limit: int) -> tuple[dict[str, Any], bytearray]:
+        return self._peers.ask(self._holder, request, payload, self._deadline, limit)
+
+
+def room_of(
+    name: str, holder: Member, own: Member, server: PeerServer, peers: Peers, deadline: float
+) -> Room:
+    """The room ``name`` on the board of ``holder``, which may be this worker itself."""
+    if holder.worker == own.worker:
+        return HereRoom(server.board, name, deadline)
+    return RemoteRoom(peers, holder, name, deadline)
