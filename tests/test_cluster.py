@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
+from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic, Ways
 from headway.errors import ClusterError
 
 
@@ -103,6 +103,19 @@ def test_paths_lie_between_hosts_and_leave_with_them() -> None:
             Cluster.model_validate({**given, "paths": [wrong]})
     with pytest.raises(ValueError, match="listed once"):
         Cluster.model_validate({**given, "paths": [path.model_dump()] * 2})
+
+
+def test_a_path_has_a_latency_of_its_own() -> None:
+    given = cluster((1, 1, 1)).model_dump()
+    longer = {"source": "host0", "target": "host1", "latency_us": 5000}
+    nearer = {"source": "host1", "target": "host0", "latency_us": 10, "gbps": 0.5}
+    found = Cluster.model_validate({**given, "paths": [longer, nearer]})
+    ways = Ways(found.scaled(latency=2))
+    assert [ways.latency_us(*each) for each in ((0, 1), (1, 0), (1, 2))] == [10_000, 20, 200]
+    assert [ways.gbps(*each) for each in ((0, 1), (1, 0))] == [1.0, 0.5]
+    assert found.least_latency_us == 10
+    with pytest.raises(ValueError, match="neither gbps nor latency_us"):
+        Cluster.model_validate({**given, "paths": [{"source": "host0", "target": "host1"}]})
 
 
 def test_an_unmeasured_algorithm_costs_the_ideal() -> None:

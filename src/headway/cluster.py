@@ -79,7 +79,7 @@ class ServerHost(BaseModel):
 
 
 class SlowPath(BaseModel):
-    """What one connection from a host to another gets at most, where that is less than their links."""
+    """What is between two hosts, in one direction, where it is slower or longer than their links are."""
 
     model_config = _FROZEN
 
@@ -89,8 +89,28 @@ class SlowPath(BaseModel):
     target: str
     """The name of the host that receives."""
 
-    gbps: Rate
-    """The goodput of each connection at most, in Gbit/s."""
+    gbps: Rate | None = None
+    """The goodput of each connection at most, in Gbit/s; without it, what the links of both hosts carry."""
+
+    latency_us: Latency | None = None
+    """The latency of this way; without it, the cluster's."""
+
+    @model_validator(mode="after")
+    def _differs(self) -> SlowPath:
+        if self.gbps is None and self.latency_us is None:
+            raise ValueError(
+                f"the path from {self.source!r} to {self.target!r} has neither gbps nor latency_us"
+            )
+        return self
+
+    def scaled(self, bandwidth: float, latency: float) -> SlowPath:
+        """The same with its rate and its latency multiplied."""
+        return self.model_copy(
+            update={
+                "gbps": None if self.gbps is None else self.gbps * bandwidth,
+                "latency_us": None if self.latency_us is None else self.latency_us * latency,
+            }
+        )
 
 
 class Traffic(BaseModel):
@@ -349,7 +369,7 @@ class Cluster(BaseModel):
     """What others send over the same links."""
 
     paths: tuple[SlowPath, ...] = Field(default=(), max_length=10_000)
-    """Ways between two hosts that are slower than their links, each in one direction."""
+    """Ways between two hosts that are slower than their links, or longer, each in one direction."""
 
     source: str = "written by hand"
     """Where all of this comes from."""
@@ -394,6 +414,12 @@ class Cluster(BaseModel):
     def crowding(self) -> float:
         """The number of ranks per core that they share; 1 if each rank has cores of its own."""
         return 1.0 if self.shared_cores is None else max(1.0, self.world_size / self.shared_cores)
+
+    @property
+    def least_latency_us(self) -> float:
+        """The latency between two hosts that are nearest to each other."""
+        known = [each.latency_us for each in self.paths if each.latency_us is not None]
+        return min((self.latency_us, *known))
 
     def cost_of(self, algorithm: str) -> AlgorithmCost:
         """The measured cost of ``algorithm``, or the ideal if it was not measured."""
@@ -442,7 +468,7 @@ class Cluster(BaseModel):
                     "scaled": (self.nccl.scaled[0] * bandwidth, self.nccl.scaled[1] * latency),
                 }
             ),
-            "paths": tuple(each.model_copy(update={"gbps": each.gbps * bandwidth}) for each in self.paths),
+            "paths": tuple(each.scaled(bandwidth, latency) for each in self.paths),
             "algorithms": {**self.algorithms, **own},
         }
         return self.model_copy(update=changed)
@@ -498,3 +524,31 @@ class Cluster(BaseModel):
     def save(self, path: str | Path) -> None:
         """Write the cluster as YAML: the complete file or none."""
         files.write_text(Path(path), files.dump_yaml(self.model_dump(mode="json")), ClusterError)
+
+
+class Ways:
+    """What one connection from a host to another gets, by their places in ``cluster``."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        places = {host.name: index for index, host in enumerate(cluster.hosts)}
+        self._cluster = cluster
+        self.paths = {(places[each.source], places[each.target]): each for each in cluster.paths}
+
+    def gbps(self, source: int, target: int) -> float:
+        """Its rate, in Gbit/s."""
+        if source == target:
+            return self._cluster.local_gbps
+        links_gbps = min(self._cluster.hosts[source].up_gbps, self._cluster.hosts[target].down_gbps)
+        path = self.paths.get((source, target))
+        return links_gbps if path is None or path.gbps is None else min(links_gbps, path.gbps)
+
+    def latency_us(self, source: int, target: int) -> float:
+        """Its latency."""
+        if source == target:
+            return self._cluster.local_latency_us
+        path = self.paths.get((source, target))
+        return self._cluster.latency_us if path is None or path.latency_us is None else path.latency_us
+
+    def message_ns(self, source: int, target: int, size_bytes: float) -> float:
+        """How long a message takes by itself."""
+        return self.latency_us(source, target) * 1e3 + 8 * size_bytes / self.gbps(source, target)

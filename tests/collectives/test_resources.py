@@ -52,6 +52,18 @@ def test_a_slow_path_leaves_its_hosts_links_to_others() -> None:
     assert ends_ns.tolist() == pytest.approx([48 * MS, 16 * MS], rel=1e-3)
 
 
+def test_a_longer_path_delays_messages_and_collectives() -> None:
+    on = cluster(paths=(SlowPath(source="h0", target="h1", latency_us=5000),))
+    plain = on.model_copy(update={"paths": ()})
+    ends_ns = []
+    for each in (plain, on):
+        builder = (resources := ClusterResources(each)).builder()
+        builder.routed(*resources.message(0, 1, 1_500_000), [])
+        ends_ns.append(play(builder.close()).end_ns[0])
+    assert ends_ns[1] - ends_ns[0] == 5 * MS
+    assert gather_ns(on, 1_000) - gather_ns(plain, 1_000) == 5 * MS
+
+
 def test_traffic_that_asks_for_all_leaves_its_share() -> None:
     others = Traffic(source="h0", target="h1", gbps=9, connections=3)
     assert gather_ns(cluster(traffic=(others,)), 2_000_000) == pytest.approx(4 * 8 * MS, rel=1e-3)

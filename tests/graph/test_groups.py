@@ -158,11 +158,11 @@ def test_a_collective_of_all_that_a_rank_of_fewer_steps_never_asks_for_is_refuse
 
 def test_what_cannot_be_told_of_groups_is_refused() -> None:
     folded = GraphBuilder(cluster(4), pairs_in_turn(4), folded=2)
-    with pytest.raises(AssertionError, match="folded"):
-        folded.transfer(RankCursor(0), 0, 1, 0, 8)
-    with pytest.raises(AssertionError, match="folded"):
+    with pytest.raises(AssertionError, match="ranks that are played"):
+        folded.transfer(RankCursor(0), 0, 2, 0, 8)
+    with pytest.raises(AssertionError, match="played come first"):
         folded.launch(
-            RankCursor(0), "x", 0, 8, bucket=-1, selection=Selection(RING, ALL_REDUCE), members=(0, 1)
+            RankCursor(0), "x", 0, 8, bucket=-1, selection=Selection(RING, ALL_REDUCE), members=(2, 0)
         )
     with pytest.raises(AssertionError, match="folded"):
         Decisions(folded)

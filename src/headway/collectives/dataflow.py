@@ -80,15 +80,15 @@ def expand(
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
     It is one of all ranks, or of ``members``, in whose order begins and ends are; those are ranks of the cluster, and
-    what they do is what a group of so many ranks does. Where ranks are folded there are no ``members``.
+    what they do is what a group of so many ranks does. Of folded ones the first are there.
     Concurrent collectives on one ``connection`` send their messages one after the other. Who waits for whom
     is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
     Returns the number of its first operation.
     """
-    count, folded = len(members) or resources.world_size, resources.folded
-    assert len(begins) == len(ends) == (folded or count)
+    count, here = len(members) or resources.world_size, _played(resources, members)
+    assert len(begins) == len(ends) == here
     assert builder.routes is resources.routes, "a graph on other resources"
-    structure = structure_of(program_of, count, folded)
+    structure = structure_of(program_of, count, here if here < count else 0)
     laid_out = resources.laid_out(program_of, size_bytes, cost, connection, members)
     base = builder.block(CollectiveBlock(structure, laid_out, ends))
     for index, begin in enumerate(begins):
@@ -111,8 +111,7 @@ def expand_nccl(
 
     Its kernels begin when all members have come, and end together. Arguments and result are those of ``expand``.
     """
-    count = len(members) or resources.world_size
-    assert len(begins) == len(ends) == (resources.folded or count)
+    assert len(begins) == len(ends) == _played(resources, members)
     all_there = builder.operation(after=begins)
     routes, duration_ns = resources.nccl(kind, size_bytes, cost, connection, members)
     parts = [builder.routed(duration_ns, route, [all_there]) for route in routes]
@@ -120,6 +119,10 @@ def expand_nccl(
     for end in ends:
         builder.edge(done, end)
     return all_there
+
+
+def _played(resources: ClusterResources, members: tuple[int, ...]) -> int:
+    return resources.played(members) if members else resources.folded or resources.world_size
 
 
 def alone(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from headway.cluster import Cluster
+from headway.cluster import Cluster, Ways
 
 Architecture = Literal["volta", "ampere", "hopper", "blackwell"]
 Cpu = Literal["intel", "amd", "other"]
@@ -122,6 +122,13 @@ def fabric_of(cluster: Cluster, hosts: Sequence[int], a_host: int) -> Fabric:
     cards = {host.name: known.cards or host.workers for host in own}
     used = min(max(1, -(-a_host * cards[host.name] // host.workers)) for host in own)
     reached = min(min(host.up_gbps, host.down_gbps) / 8 / cards[host.name] for host in own) / known.cards_gb_s
+    longer = 1.0
+    if cluster.paths and len(hosts) > 1:  # a ring takes those between neighbours, with a connection a card
+        ways, ring = Ways(cluster), list(zip(hosts, (*hosts[1:], hosts[0]), strict=True))
+        taken = [path.gbps for each in ring if (path := ways.paths.get(each)) and path.gbps is not None]
+        reached = min([reached, *(gbps / 8 / known.cards_gb_s for gbps in taken)])
+        if cluster.latency_us:
+            longer = max(ways.latency_us(*each) for each in ring) / cluster.latency_us
     return Fabric(
         known.architecture,
         known.cpu,
@@ -131,7 +138,7 @@ def fabric_of(cluster: Cluster, hosts: Sequence[int], a_host: int) -> Fabric:
         known.inside,
         nvls=known.nvls,
         reached=min(reached, MOST_REACHED),
-        network_factor=known.network_factor,
+        network_factor=known.network_factor * longer,
         tree_factor=known.tree_factor,
         passing_gb_s=known.inside_gb_s,
         scaled=known.scaled,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from headway.arrays import Ints
-from headway.cluster import AlgorithmCost, Cluster, Traffic
+from headway.cluster import AlgorithmCost, Cluster, Traffic, Ways
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.nccl import Kind, choose, fabric_of
 from headway.collectives.program import ProgramColumns, ProgramOf, columns_of, message_bytes
@@ -63,13 +62,18 @@ class ClusterResources:
         self._most_gbps = float(
             max(self._up_gbps.max(), self._down_gbps.max(), *map(max, self._servers), 0.0)
         )
-        places = {host.name: index for index, host in enumerate(cluster.hosts)}
-        self._path_gbps = {(places[p.source], places[p.target]): p.gbps for p in cluster.paths}
+        self._ways = Ways(cluster)
 
     @property
     def world_size(self) -> int:
         """How many ranks there are, folded or not."""
         return self.cluster.world_size
+
+    def played(self, members: Sequence[int]) -> int:
+        """How many of ``members``, a group of ranks, are played; others follow these, and repeat what they do."""
+        count = sum(rank < self._ranks for rank in members)
+        assert all(rank < self._ranks for rank in members[:count]), "members that are played come first"
+        return count
 
     @property
     def columns(self) -> Resources:
@@ -112,15 +116,15 @@ class ClusterResources:
     ) -> tuple[Messages, Messages, Messages]:
         """What a collective costs every rank before its first message, its messages, and their work for receivers.
 
-        It is one of all ranks, or of ``members``, in their order. Most buckets come again, in every step and in the
-        next plan too: a plan that changes one of them has that one laid out.
+        It is one of all ranks, or of ``members``, in their order, of which those are laid out that are played. Most
+        buckets come again, in every step and in the next plan too: a plan that changes one of them has that one laid
+        out.
         """
         key = (program_of, size_bytes, cost, connection, members)
         if key not in self._laid_out:
-            assert not (members and self.folded), "folded ranks have no groups"
-            ranks = np.array(members or range(self._ranks))
+            ranks = np.array(members[: self.played(members)] or range(self._ranks))
             count = len(members) or self.world_size
-            columns = columns_of(program_of, count, self.folded)
+            columns = columns_of(program_of, count, len(ranks) if len(ranks) < count else 0)
             cost = cost.at(size_bytes * columns.message_share)
             sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
             work_us = self._work_us(cost)
@@ -171,9 +175,10 @@ class ClusterResources:
         table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
         source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
         between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
-        for (one, other), gbps in self._path_gbps.items():
-            here = (source == one) & (target == other)
-            between_gbps[here] = np.minimum(between_gbps[here], gbps)
+        for (one, other), path in self._ways.paths.items():
+            if path.gbps is not None:
+                here = (source == one) & (target == other)
+                between_gbps[here] = np.minimum(between_gbps[here], path.gbps)
         rate_gbps = np.where(source == target, self.cluster.local_gbps, between_gbps)
         duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
         if duration_ns.size and duration_ns.max() >= LATEST_NS:
@@ -227,8 +232,7 @@ class ClusterResources:
         where it takes longer than can be counted.
         """
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
-        rate_gbps = self.cluster.local_gbps if source == target else self._between_gbps(source, target)
-        duration_ns = round(size_bytes * 8 / rate_gbps)
+        duration_ns = round(size_bytes * 8 / self._ways.gbps(source, target))
         if duration_ns >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return duration_ns, self._routes_between(sender, receiver, connection, 0.0)[size_bytes > 0]
@@ -284,11 +288,6 @@ class ClusterResources:
         local = 2 * self._hosts + ranks[0]
         return duration_ns, self.routes.number(local, NO_RESOURCE, queue=connection, latency_ns=latency_ns)
 
-    def _between_gbps(self, source: int, target: int) -> float:
-        """What one connection from a host to another one gets at most."""
-        links_gbps = float(min(self._up_gbps[source], self._down_gbps[target]))
-        return min(links_gbps, self._path_gbps.get((source, target), math.inf))
-
     def _routes_between(
         self, sender: int, receiver: int, connection: int, later_us: float
     ) -> tuple[int, int]:
@@ -296,7 +295,7 @@ class ClusterResources:
         cluster, hosts = self.cluster, self._hosts
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
-        latency_ns = round(((cluster.local_latency_us if local else cluster.latency_us) + later_us) * 1e3)
+        latency_ns = round((self._ways.latency_us(source, target) + later_us) * 1e3)
         queue = (
             0
             if cluster.sharing == "queued"
@@ -307,7 +306,7 @@ class ClusterResources:
             return empty, self.routes.number(
                 2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns
             )
-        rate_gbps = self._between_gbps(source, target)
+        rate_gbps = self._ways.gbps(source, target)
         return empty, self.routes.number(
             2 * source,
             2 * (target % hosts) + 1,

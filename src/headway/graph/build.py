@@ -167,15 +167,15 @@ class GraphBuilder(Generic[S]):
 
         It is one of all ranks, matched over them by (name, bucket, step, key); or of ``members``, distinct ranks with
         this one among them, matched by (name, bucket, members, key): so members may be in different steps, and the
-        same members use a key once. On this rank it begins after everything on its main thread so far, after the
-        collectives and transfers ``after`` and after the operations ``after_work``. ``selection`` is one for as many
-        ranks as there are members (``selection_of``). Collectives of different channels have connections of their
-        own. Every member has to ask: before the graph is closed, or within the same decision; ``close`` raises
-        ValueError otherwise. Where ranks are folded there are no ``members``.
+        same members use a key once. Of folded members those that are played ask. On this rank it begins after
+        everything on its main thread so far, after the collectives and transfers ``after`` and after the operations
+        ``after_work``. ``selection`` is one for as many ranks as there are members (``selection_of``). Collectives of
+        different channels have connections of their own. Every member has to ask: before the graph is closed, or within
+        the same decision; ``close`` raises ValueError otherwise.
         """
         partial = members is not None
-        ranks: Sequence[int] = range(self.ranks) if members is None else tuple(members)
-        assert not partial or self.ranks == self.world_size, "folded ranks have no groups"
+        whole: Sequence[int] = range(self.world_size) if members is None else tuple(members)
+        ranks = whole[: self._resources.played(whole)] if partial else range(self.ranks)
         assert not partial or len(set(ranks)) == len(ranks), "members are distinct"
         assert cursor.rank in ranks, "a member asks"
         place = (name, bucket, ranks if partial else cursor.step, key)
@@ -185,7 +185,16 @@ class GraphBuilder(Generic[S]):
             begins, ends = self._begins_and_ends(len(ranks))
             self.communications.append(
                 PlacedCollective(
-                    name, cursor.step, size_bytes, ranks, begins, ends, channel, selection, bucket, partial
+                    name,
+                    cursor.step,
+                    size_bytes,
+                    ranks,
+                    begins,
+                    ends,
+                    channel,
+                    selection,
+                    bucket,
+                    tuple(whole) if partial else (),
                 )
             )
         self._ask(cursor, number, after, after_work)
@@ -212,9 +221,9 @@ class GraphBuilder(Generic[S]):
         Messages of a pair on one channel follow each other. Under Gloo the receiver first sends word that it is ready,
         which follows what it is sending the other way. When a side begins is said as for ``launch``. Both sides
         have to ask: before the graph is closed, or within the same decision; ``close`` raises ValueError otherwise.
-        Folded ranks send nothing.
+        Ranks that are not played, as others stand for them, send nothing.
         """
-        assert self.ranks == self.world_size, "folded ranks send nothing by themselves"
+        assert max(sender, receiver) < self.ranks, "messages are between ranks that are played"
         assert sender != receiver, "a message goes to another rank"
         assert cursor.rank in (sender, receiver), "the sender or the receiver asks"
         place = (name, sender, receiver, key, PlacedTransfer)
@@ -303,7 +312,7 @@ class GraphBuilder(Generic[S]):
 
     def _laid_out(self, collective: PlacedCollective) -> int:
         selection = collective.selection
-        members = tuple(collective.members) if collective.partial else ()
+        members = collective.group
         if selection.server_hosts is not None:
             assert not members, "hosts serve all ranks"
             return expand_served(

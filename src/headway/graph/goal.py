@@ -40,7 +40,7 @@ class GoalWriter:
 
     def __init__(self, graph: GraphBuilder[Any], dataflow: OperationGraph) -> None:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
-        if len(graph.collectives) < len(graph.communications) or any(c.partial for c in graph.collectives):
+        if len(graph.collectives) < len(graph.communications) or any(c.group for c in graph.collectives):
             raise UserError(
                 "only collectives of all ranks can be written as GOAL", got="transfers, or collectives of groups",
                 expected="a data-parallel strategy",

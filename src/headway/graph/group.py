@@ -14,15 +14,19 @@ class GroupGraph(GraphBuilder[S]):
     """A view of the ``whole`` graph in which ``members`` are all ranks there are, under a ``schedule`` of their own.
 
     Everything is laid out in ``whole``, which alone may be closed or played. Cursors have the ranks of ``whole``, and
-    each collective is one of the members.
+    each collective is one of the members. Of several views with the same members this is the one of ``number`` (below
+    ``views``), whose collectives are its own.
     """
 
-    def __init__(self, whole: GraphBuilder[Any], schedule: S, members: Sequence[int]) -> None:
+    def __init__(
+        self, whole: GraphBuilder[Any], schedule: S, members: Sequence[int], number: int = 0, views: int = 1
+    ) -> None:
         vars(self).update(vars(whole))  # all that is laid out is shared
         self.schedule = schedule
         self.world_size = len(members)
         self._whole = whole
         self._members = tuple(members)
+        self._number, self._views = number, views
 
     @property
     def hosts(self) -> Hosts:
@@ -46,6 +50,7 @@ class GroupGraph(GraphBuilder[S]):
     ) -> int:
         """As of the whole graph, with the members for all ranks: they use a key once."""
         return self._whole.launch(
-            cursor, name, key, size_bytes, bucket=bucket, selection=selection, channel=channel, after=after,
-            after_work=after_work, members=self._members if members is None else members,
+            cursor, name, key * self._views + self._number, size_bytes, bucket=bucket, selection=selection,
+            channel=channel, after=after, after_work=after_work,
+            members=self._members if members is None else members,
         )  # fmt: skip

@@ -46,7 +46,7 @@ class PlacedCollective(Communication):
 
     selection: Selection
     bucket: int
-    partial: bool  # whether its members are a group, and not simply all
+    group: tuple[int, ...]  # where it is of some ranks: all of these, of which the members are played
     base: int = -1  # its first operation, once it is expanded
 
 

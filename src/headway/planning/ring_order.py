@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import permutations
 
-from headway.cluster import Cluster
+from headway.cluster import Cluster, Ways
 from headway.collectives.hierarchical import Hosts
 from headway.time_limit import time_is_up
 
@@ -67,11 +66,7 @@ def _improved(known: Order, cost: Cost) -> Order:
 
 def _costs(cluster: Cluster) -> list[list[float]]:
     """What a bit takes from one host to another."""
-    slow = {(path.source, path.target): path.gbps for path in cluster.paths}
+    ways, places = Ways(cluster), range(len(cluster.hosts))
     return [
-        [
-            1 / min(source.up_gbps, target.down_gbps, slow.get((source.name, target.name), math.inf))
-            for target in cluster.hosts
-        ]
-        for source in cluster.hosts
+        [0.0 if source == target else 1 / ways.gbps(source, target) for target in places] for source in places
     ]

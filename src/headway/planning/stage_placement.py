@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
+
+from headway.planning.host_order import MOST_LOOKS, improved
 
 EXACT = 9  # workers: beyond, subsets are too many
 
@@ -110,11 +112,14 @@ def _keep(paths: list[Placement], new: Placement) -> None:
 
 
 def _locally(costs: _Costs) -> Placement:
-    """Swaps of two workers and reversals of a stretch, from greedy paths out of every worker."""
     count = len(costs.busy_ns)
     starts = [tuple(range(count)), *(_greedy(costs, first) for first in range(count))]
-    starts = sorted(dict.fromkeys(starts), key=lambda workers: costs.step_ns(costs.of(workers)))
-    return min((_improved(costs, costs.of(each)) for each in starts[:4]), key=costs.step_ns)
+    starts = sorted(dict.fromkeys(starts), key=lambda workers: costs.step_ns(costs.of(workers)))[:4]
+    found = (
+        improved([start], lambda workers: costs.step_ns(costs.of(workers)), MOST_LOOKS // 4)
+        for start in starts
+    )
+    return min(map(costs.of, found), key=costs.step_ns)
 
 
 def _greedy(costs: _Costs, first: int) -> tuple[int, ...]:
@@ -135,25 +140,3 @@ def _greedy(costs: _Costs, first: int) -> tuple[int, ...]:
         )
         left.discard(path[-1])
     return tuple(path)
-
-
-def _improved(costs: _Costs, best: Placement) -> Placement:
-    better = True
-    while better:
-        better = False
-        for one, other in combinations(range(len(best.workers)), 2):
-            for changed in (_swapped(best.workers, one, other), _reversed(best.workers, one, other)):
-                found = costs.of(changed)
-                if costs.step_ns(found) < costs.step_ns(best):
-                    best, better = found, True
-    return best
-
-
-def _swapped(workers: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-    changed = list(workers)
-    changed[one], changed[other] = changed[other], changed[one]
-    return tuple(changed)
-
-
-def _reversed(workers: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-    return (*workers[:one], *workers[one : other + 1][::-1], *workers[other + 1 :])

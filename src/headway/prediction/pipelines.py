@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headway.cluster import Cluster
 from headway.errors import UserError
 from headway.planning.stage_split import Split, SplitLayer, split
+from headway.prediction.tensor_parallel import on_groups, with_all_reduces
 from headway.prediction.workload import WARM_UP_STEPS, Workload
 from headway.replayer.simulate import Simulation, simulate
+from headway.replayer.what_if import WhatIf
 from headway.scheduling.mesh import groups_along
-from headway.strategies.base import PIPELINE, Strategy
+from headway.scheduling.pipeline.orders import LOOPED_ORDERS
+from headway.strategies.base import DATA, DATA_INSIDE, PIPELINE, Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.cut_job import (
@@ -32,8 +36,11 @@ from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 
 MICRO_BATCHES_A_STAGE = 4
-SPLITS = 3  # that are replayed
+SPLITS = 3  # that are replayed, and one that is even
+NAMED_HOSTS = 16
 REPLICATED = {each.name: each for each in (DistributedDataParallelStrategy(), DecoupledStrategy())}
+CHANCE_STEPS = 40  # that are played where some are slow by chance
+TENSOR = "tensor"
 
 
 class PredictedPipeline(PipelineStrategy):
@@ -42,71 +49,259 @@ class PredictedPipeline(PipelineStrategy):
     stages: int | None = Field(default=None, ge=2, le=4096)
     """How many stages the model is cut into; by default as many as there are workers. With more workers there are as
     many pipelines side by side."""
+    interleave: int = Field(default=1, ge=1, le=256)
+    """How many times as many stages there are, of which each worker of a pipeline has so many, in turn."""
+    tensor: int = Field(default=1, ge=1, le=4096)
+    """How many workers of a host share each layer (tensor parallelism). It is predicted only."""
     replicas: Literal["ddp", "decoupled"] = "ddp"
     """How the replicas of a stage add up gradients, where there are several pipelines."""
 
+    @model_validator(mode="after")
+    def _orders_of_several_stages(self) -> PredictedPipeline:
+        if self.interleave > 1 and self.order not in LOOPED_ORDERS and "order" in self.model_fields_set:
+            raise ValueError(f"interleave is an option of {' and '.join(LOOPED_ORDERS)}, not of {self.order}")
+        if self.interleave == 1 and self.order in LOOPED_ORDERS:
+            raise ValueError(f"the order {self.order} needs interleave, such as interleave=2")
+        return self
+
     def applies(self, workers: int) -> bool:
         """Whether so many workers make whole pipelines."""
-        return workers > 1 and workers % (self.stages or workers) == 0
+        groups, left = divmod(workers, self.tensor)
+        return groups > 1 and not left and groups % (self.stages or groups) == 0
+
+    def on_ranks(self, micro_batches: int) -> PipelineStrategy:
+        """The order of a pipeline with so many micro-batches."""
+        order = "interleaved" if self.interleave > 1 and self.order not in LOOPED_ORDERS else self.order
+        return self.model_copy(
+            update={
+                "micro_batches": micro_batches,
+                "stages": None,
+                "order": order,
+                "interleave": 1,
+                "tensor": 1,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStage:
+    """A stage: the layer that it begins at, and the names of the hosts that have it, those of the replicas in turn."""
+
+    stage: int
+    begins_at: str
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPipelines:
+    """Which workers have which stage: along ``mesh``, the outermost dimension first, over ``hosts`` in this order.
+
+    Of the pipelines ``played`` were, and stand for others that do the same at the same moment.
+    """
+
+    mesh: Mapping[str, int]
+    micro_batches: int
+    played: int
+    hosts: tuple[str, ...]
+    stages: tuple[PlacedStage, ...]
+
+    def describe(self) -> str:
+        """Say which host has which stage; of more than ``NAMED_HOSTS`` how many have the first and the last."""
+        if len(self.hosts) > NAMED_HOSTS:
+            first, last = self.stages[0], self.stages[-1]
+            return f"stage 0 on {_span(first.hosts)}, and so on to stage {last.stage} on {_span(last.hosts)}"
+        said = []
+        for hosts, alike in groupby(self.stages, key=lambda stage: stage.hosts):
+            numbers = [stage.stage for stage in alike]
+            several = len(numbers) > 1
+            which = f"stages {numbers[0]} to {numbers[-1]}" if several else f"stage {numbers[0]}"
+            said.append(f"{which} on {', '.join(hosts)}")
+        return "; ".join(said)
+
+
+def _span(hosts: Sequence[str]) -> str:
+    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts from {hosts[0]} to {hosts[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlayed:
-    """The fastest of the pipelines that were replayed, and what is to be said of it."""
+    """The fastest of the pipelines that were replayed, and what is to be said of it.
+
+    All-reduces within layers take ``tensor_ns`` of its computation.
+    """
 
     simulation: Simulation
+    placed: PlacedPipelines
     notes: tuple[str, ...]
     tied_bytes: int
+    tensor_ns: int
 
 
-def play_pipeline(workload: Workload, cluster: Cluster, strategy: PredictedPipeline) -> PipelinePlayed:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A candidate's mesh and order of hosts, and the same with pipelines that do the same some ranks apart.
+
+    Rank ``r`` of the latter computes as rank ``r`` modulo ``known_ranks``; all are known where that is None.
+    """
+
+    mesh: Mapping[str, int]
+    order: tuple[int, ...]
+    played_mesh: Mapping[str, int]
+    played_order: tuple[int, ...]
+    known_ranks: int | None
+
+    @classmethod
+    def of(cls, cluster: Cluster, mesh: Mapping[str, int], order: tuple[int, ...]) -> _Layout:
+        """Where stages are the outer dimension, replicas on a host stay together, and each stage's hosts part."""
+        stages, replicas = mesh[PIPELINE], mesh.get(DATA, 1)
+        if next(iter(mesh)) == DATA:
+            return cls(mesh, order, mesh, order, stages)
+        workers = {host.workers for host in cluster.hosts}
+        inside = min(workers)
+        if len(workers) > 1 or replicas <= inside or replicas % inside:
+            return cls(mesh, order, mesh, order, None)
+        blocks = replicas // inside
+        by_block = tuple(order[stage * blocks + block] for block in range(blocks) for stage in range(stages))
+        played = {DATA: blocks, PIPELINE: stages, DATA_INSIDE: inside}
+        return cls(mesh, order, played, by_block, stages * inside)
+
+
+def play_pipeline(
+    workload: Workload,
+    cluster: Cluster,
+    strategy: PredictedPipeline,
+    what_if: WhatIf = WhatIf(),  # noqa: B008
+    *,
+    fold: bool = True,
+) -> PipelinePlayed:
     """Cut ``workload`` into stages in the ways that promise most, replay them on ``cluster``, and take the fastest.
 
     Each pipeline of S stages trains on S workers' batches. Times of layers are taken to be in proportion to the size of
-    a micro-batch. Raises UserError where the workers make no whole pipelines, or the model cannot be cut so often.
+    a micro-batch. ``cluster`` is as under ``what_if``; stages are cut for workers that are alike. Pipelines that do
+    the same are played once, unless ``fold`` is False. Raises UserError where the workers make no whole pipelines,
+    or the model cannot be cut so often.
     """
-    stages, micro_batches = _sizes(workload, cluster, strategy)
-    own = strategy.model_copy(update={"micro_batches": micro_batches, "stages": None})
-    replicas = cluster.world_size // stages
-    model = _cut_model(workload)
-    layers = split_layers(model, workload.layers, stages / micro_batches)
-    found: list[tuple[Simulation, Split, Cluster]] = []
-    for mesh, order in places(cluster, layers, stages, replicas, micro_batches):
-        placed = reordered(cluster, order)
-        ranks = groups_along(mesh, PIPELINE)[0]
-        for each in _splits(layers, stages, micro_batches, placed, ranks, strategy):
-            job = cut_job(model, placed, each, micro_batches, mesh)
+    ranks, micro_batches = _sizes(workload, cluster, strategy)
+    stages = ranks * strategy.interleave
+    own = strategy.on_ranks(micro_batches)
+    grouped = on_groups(cluster, strategy.tensor)
+    sharing = with_all_reduces(workload, cluster, strategy.tensor, ranks / micro_batches, what_if.compute)
+    replicas = grouped.world_size // ranks
+    model = _cut_model(sharing, CHANCE_STEPS if what_if.incidents.slow_share else 1)
+    layers = split_layers(model, sharing.layers, ranks / micro_batches * what_if.compute)
+    found: list[tuple[Simulation, Split, _Layout]] = []
+    for mesh, order in places(grouped, layers, stages, replicas, micro_batches):
+        layout = _Layout.of(grouped, mesh, order)
+        in_turn = groups_along(mesh, PIPELINE)[0]
+        for each in _splits(layers, stages, micro_batches, reordered(grouped, order), in_turn, strategy):
+            job = cut_job(
+                model, reordered(grouped, layout.played_order), each, micro_batches, layout.played_mesh,
+                known_ranks=layout.known_ranks,
+            )  # fmt: skip
+            factors = _factors(grouped, layout.played_order, what_if.rank_factors, strategy.tensor)
+            job = replace(
+                job,
+                computation=job.steps.scaled(what_if.compute, factors),
+                incidents=what_if.incidents if what_if.incidents.are_there else job.incidents,
+            )
             composed: Strategy = own
             if replicas > 1:
                 composed = MeshStrategy(pipeline=own, data=REPLICATED[strategy.replicas])
-            found.append((simulate(job, composed), each, placed))
-    best, cut, placed = min(found, key=lambda each: each[0].step_ms)
-    names = [workload.layers[end].module for end in cut.ends[:-1]]
-    notes = [
-        f"{stages} stages of {replicas} {'replicas' if replicas > 1 else 'rank'} each, {micro_batches} micro-batches; "
-        f"stages begin at {', '.join(names)}"
-    ]
-    if placed.hosts != cluster.hosts:
-        notes.append(f"stages in the order of hosts {', '.join(host.name for host in placed.hosts)}")
+            found.append((simulate(job, composed, fold=fold), each, layout))
+    best, cut, layout = min(found, key=lambda each: each[0].step_ms)
+    where = _where(sharing, grouped, cut, micro_batches, layout, strategy.tensor, best.graph.ranks // ranks)
     tied = tied_bytes(model, cut)
+    notes = tuple(_notes(cluster, where, strategy, replicas, tied))
+    tensor_ns = round(what_if.compute * (sharing.passes_ns - workload.passes_ns))
+    return PipelinePlayed(best, where, notes, tied, tensor_ns)
+
+
+def _factors(
+    cluster: Cluster, order: Sequence[int], of_workers: Mapping[int, float], tensor: int
+) -> dict[int, float]:
+    """How many times as long computation takes on ranks of hosts in ``order``: a group waits for its slowest worker."""
+    firsts, first = [], 0
+    for host in cluster.hosts:
+        firsts.append(first)
+        first += host.workers
+    groups = [firsts[host] + group for host in order for group in range(cluster.hosts[host].workers)]
+    slowest = (
+        max(of_workers.get(worker, 1.0) for worker in range(group * tensor, (group + 1) * tensor))
+        for group in groups
+    )
+    return {rank: factor for rank, factor in enumerate(slowest) if factor != 1.0} if of_workers else {}
+
+
+def _where(
+    workload: Workload,
+    cluster: Cluster,
+    cut: Split,
+    micro_batches: int,
+    layout: _Layout,
+    tensor: int,
+    played: int,
+) -> PlacedPipelines:
+    placed = reordered(cluster, layout.order)
+    names = [placed.hosts[host].name for host in placed.host_of_rank]
+    pipelines = groups_along(layout.mesh, PIPELINE)
+    stages = tuple(
+        PlacedStage(
+            stage,
+            workload.layers[cut.layers(stage)[0]].module,
+            tuple(dict.fromkeys(names[ranks[stage % len(ranks)]] for ranks in pipelines)),
+        )
+        for stage in range(len(cut.ends))
+    )
+    mesh = {**layout.mesh, **({TENSOR: tensor} if tensor > 1 else {})}
+    return PlacedPipelines(mesh, micro_batches, played, tuple(host.name for host in placed.hosts), stages)
+
+
+def _notes(
+    cluster: Cluster, where: PlacedPipelines, strategy: PredictedPipeline, replicas: int, tied: int
+) -> Iterator[str]:
+    ranks = where.mesh[PIPELINE]
+    held_by = f" of {replicas} replicas each" if replicas > 1 else " of 1 rank each"
+    if strategy.interleave > 1:
+        held_by = f", {strategy.interleave} on each of {ranks} ranks" + (
+            f",{held_by}" if replicas > 1 else ""
+        )
+    yield (
+        f"{len(where.stages)} stages{held_by}, {where.micro_batches} micro-batches; stages begin at "
+        f"{', '.join(stage.begins_at for stage in where.stages[1:])}"
+    )
+    sizes = " x ".join(f"{size} {name}" for name, size in where.mesh.items())
+    yield f"mesh: {sizes}; {where.describe()}"
+    if where.hosts != tuple(host.name for host in cluster.hosts) and len(where.hosts) <= NAMED_HOSTS:
+        yield f"stages in the order of hosts {', '.join(where.hosts)}"
+    if where.played < replicas:
+        yield (
+            f"of {replicas} pipelines that do the same at the same moment {where.played} "
+            f"{'was' if where.played == 1 else 'were'} played, with the all-reduces of all"
+        )
+    if strategy.tensor > 1:
+        yield (
+            f"each layer is shared by {strategy.tensor} workers of a host, with two all-reduces forward and two back "
+            "where the model may be cut; Headway cannot run that"
+        )
     if tied:
-        notes.append("the all-reduce of gradients of weights that stages share is in the uncertainty alone")
-    return PipelinePlayed(best, tuple(notes), tied)
+        yield "the all-reduce of gradients of weights that stages share is in the uncertainty alone"
 
 
-def _cut_model(workload: Workload) -> CutModel:
-    step = (LayerStep(workload.layers, workload.optimizer_ns),)
+def _cut_model(workload: Workload, steps: int) -> CutModel:
+    step = (LayerStep(workload.layers, workload.optimizer_ns),) * steps
     return CutModel(workload.spec, lambda _worker: step, {}, WARM_UP_STEPS)
 
 
 def _sizes(workload: Workload, cluster: Cluster, strategy: PredictedPipeline) -> tuple[int, int]:
+    """How many ranks a pipeline has, and how many micro-batches."""
     workers = cluster.world_size
     if not strategy.applies(workers):
         raise UserError(
             "the workers do not make whole pipelines", got=f"{workers} workers",
-            expected=f"a multiple of {strategy.stages or 2}", fix="Give pipeline:stages=N.",
+            expected=f"a multiple of {(strategy.stages or 2) * strategy.tensor}", fix="Give pipeline:stages=N.",
         )  # fmt: skip
-    stages = strategy.stages or workers
+    ranks = strategy.stages or workers // strategy.tensor
+    stages = ranks * strategy.interleave
     most = 1 + sum(layer.cut_bytes > 0 for layer in workload.layers[:-1])
     if most == 1:
         raise UserError(
@@ -117,16 +312,20 @@ def _sizes(workload: Workload, cluster: Cluster, strategy: PredictedPipeline) ->
     if stages > most:
         raise UserError(
             "the model cannot be cut into so many stages", got=f"{stages}", expected=f"at most {most}",
-            fix=f"Give pipeline:stages=N with N up to {most}, a divisor of {workers}.",
+            fix=f"Give pipeline:stages=N with N up to {most // strategy.interleave}, a divisor of "
+            f"{workers // strategy.tensor}.",
         )  # fmt: skip
-    samples = workload.samples * stages
-    micro_batches = strategy.micro_batches or min(MICRO_BATCHES_A_STAGE * stages, samples)
+    samples = workload.samples * ranks * strategy.tensor
+    most_in_turn = min(MICRO_BATCHES_A_STAGE * ranks, samples)
+    if strategy.interleave > 1 and most_in_turn >= ranks:
+        most_in_turn -= most_in_turn % ranks  # they go through stages in rounds
+    micro_batches = strategy.micro_batches or most_in_turn
     if micro_batches > samples:
         raise UserError(
             "a pipeline has fewer samples than micro-batches", got=f"{micro_batches} micro-batches",
             expected=f"at most {samples}, {workload.samples} a worker",
         )  # fmt: skip
-    return stages, micro_batches
+    return ranks, micro_batches
 
 
 def _splits(
@@ -139,4 +338,11 @@ def _splits(
 ) -> tuple[Split, ...]:
     if strategy.split_points:
         return (cut_by_hand(layers, stages, strategy.split_points),)
-    return split(layers, stages, micro_batches, passing(cluster, ranks), keep=SPLITS)
+    # Where messages decide, stages may be uneven at no cost, but what replicas add up is not.
+    even = split(layers, stages, micro_batches, lambda _stage, _size_bytes: 0.0)
+    return tuple(
+        dict.fromkeys(
+            Split(each.ends, 0.0, 0.0)
+            for each in (*split(layers, stages, micro_batches, passing(cluster, ranks), keep=SPLITS), *even)
+        )
+    )

@@ -13,7 +13,7 @@ from headway.errors import UserError
 from headway.graph.timeline import Part
 from headway.job import Job
 from headway.permission import permitted
-from headway.prediction.pipelines import PredictedPipeline, play_pipeline
+from headway.prediction.pipelines import CHANCE_STEPS, PlacedPipelines, PredictedPipeline, play_pipeline
 from headway.prediction.workload import Workload
 from headway.replayer.memory import peak_bytes
 from headway.replayer.simulate import check_lives_through, simulate
@@ -23,8 +23,6 @@ from headway.replayer.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import carried_out_by, plugin_of
-
-CHANCE_STEPS = 40  # that are played where some are slow by chance
 
 UNLIKE = 0.03  # of computation: by how much the slowest of real workers takes longer than the mean
 
@@ -40,7 +38,8 @@ class Prediction:
     computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
     ``ignored`` says what of the strategy the cluster's library ignores or refuses. ``changes_training`` says what the
     strategy changes of what is trained, and ``permissions`` are those that it needs. ``is_mean_iteration`` says that
-    ranks do not finish their steps together. ``samples`` is a worker's batch.
+    ranks do not finish their steps together. ``pipelines`` say where stages are, and ``samples`` is a
+    worker's batch.
     """
 
     workers: int
@@ -59,6 +58,7 @@ class Prediction:
     changes_training: str = ""
     permissions: tuple[str, ...] = ()
     is_mean_iteration: bool = False
+    pipelines: PlacedPipelines | None = None
     samples: int = 0
 
     def recommended(self, allow: Collection[str]) -> bool:
@@ -81,7 +81,7 @@ def predict(
 
     Workers are all alike but for ``what_if``; where steps are slow by chance it is the mean of several. Raises
     UserError if the graph would be too large or times are out of range, where it cannot be the pipelines that
-    ``strategy`` says, and for what-ifs of pipelines.
+    ``strategy`` says.
     """
     job = _job(workload, cluster, strategy, what_if)
     cluster = job.on
@@ -91,10 +91,12 @@ def predict(
     if outcome is not None:
         return _of_horizon(workload, job, name, strategy, outcome)
     notes: tuple[str, ...] = ()
-    tied_bytes = 0
+    tied_bytes, placed, tensor_ns = 0, None, 0
     if isinstance(strategy, PredictedPipeline):
-        pipeline = play_pipeline(workload, cluster, strategy)
+        pipeline = play_pipeline(workload, cluster, strategy, what_if)
+        tensor_ns = pipeline.tensor_ns
         played, notes, tied_bytes = pipeline.simulation, pipeline.notes, pipeline.tied_bytes
+        placed = pipeline.placed
     else:
         played = simulate(job, strategy)
     step_ns = played.step_ms * 1e6
@@ -104,7 +106,7 @@ def predict(
         if played.first_step <= span.step < played.first_step + steps:
             # Of folded ranks, and of all but a pipeline's, one is as the others.
             parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks / steps
-    exposed_ns = step_ns - sum(parts_ns.values())
+    exposed_ns = step_ns - sum(parts_ns.values()) + tensor_ns
     tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
     links_ms = math.hypot(unfitted(played.graph) * exposed_ns, tied_ns) / 1e6
     held_bytes = played.peak_bytes
@@ -119,7 +121,8 @@ def predict(
         efficiency=min(1.0, workload.computation_ns / step_ns),
         exposed_ms=exposed_ns / 1e6,
         breakdown_ms={
-            "computation": sum(ns for part, ns in parts_ns.items() if part != Part.OPTIMIZER) / 1e6,
+            "computation": (sum(ns for part, ns in parts_ns.items() if part != Part.OPTIMIZER) - tensor_ns)
+            / 1e6,
             "exposed_communication": exposed_ns / 1e6,
             "optimizer": parts_ns[Part.OPTIMIZER] / 1e6,
         },
@@ -129,6 +132,7 @@ def predict(
         ignored=carried_out_by(strategy, cluster.library)[1],
         changes_training=strategy.changes_training,
         permissions=tuple(sorted(strategy.permissions)),
+        pipelines=placed,
         samples=workload.samples,
     )
 
@@ -154,11 +158,6 @@ def _job(workload: Workload, cluster: Cluster, strategy: Strategy, what_if: What
         return workload.job(cluster)
     if what_if.workers is not None:
         raise UserError("--what-if workers is not for predictions", fix="Use --workers.")
-    if isinstance(strategy, PredictedPipeline):
-        raise UserError(
-            "what-ifs of pipelines are not predicted", got=what_if.describe(), expected="other strategies",
-            fix="Replay a recording of the pipeline.",
-        )  # fmt: skip
     job = what_if.rewrite(workload.job(cluster))
     if not job.incidents.slow_share:
         return job

@@ -69,9 +69,14 @@ class Workload:
         )
 
     @property
+    def passes_ns(self) -> int:
+        """Forward and backward of one worker's step alone."""
+        return sum(layer.forward_ns + layer.backward_ns for layer in self.layers)
+
+    @property
     def computation_ns(self) -> int:
         """One worker's step alone."""
-        return sum(layer.forward_ns + layer.backward_ns for layer in self.layers) + self.optimizer_ns
+        return self.passes_ns + self.optimizer_ns
 
     def job(self, cluster: Cluster) -> Job:
         """Training it on ``cluster``, whose workers are all alike, until steps are alike; the last one counts."""

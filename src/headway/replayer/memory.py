@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.plugins import asking
+from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
@@ -20,6 +21,8 @@ def peak_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> int:
 def rank_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:
     """The most that a rank of each stage holds; of ranks with several stages, the sum over these, which is no less."""
     peaks_bytes = stage_peaks_bytes(job, strategy, schedule)
+    if isinstance(schedule, ReplicatedSchedule):
+        schedule = schedule.pipeline
     if not isinstance(schedule, PipelineSchedule) or len(schedule.ranks) == schedule.stages:
         return peaks_bytes
     return tuple(

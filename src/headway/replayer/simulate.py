@@ -22,11 +22,11 @@ from headway.graph.disturbance import play_disturbed
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.plugins import asking
-from headway.replayer.folding import period_of
+from headway.replayer.folding import played_ranks
 from headway.replayer.memory import peak_is_rough, rank_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.buckets import EVENLY, BucketSchedule
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.building import OperationGraph
 from headway.simulation.engine import PlayedTimes
@@ -159,17 +159,8 @@ class Simulator:
         cluster = cluster.with_server_hosts(serving.hosts or 0)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
-        alike = (
-            fold
-            and not computation.rank_factors
-            and not job.incidents.slow_share
-            and may_fold(known)
-            and isinstance(schedule, BucketSchedule)
-            and not serving.shares  # which differ from rank to rank
-            and serving.hosts is None
-            and schedule.algorithms.repeat
-        )
-        period = period_of(cluster, draws * len(known)) if alike else cluster.world_size
+        alike = fold and not computation.rank_factors and not job.incidents.slow_share and may_fold(known)
+        period = played_ranks(cluster, schedule, draws * len(known)) if alike else cluster.world_size
         factors = (computation.factor_of(rank) for rank in range(period))
         ranks = ranks_of(known, draws, factors, computation.warm_up_steps, job.incidents)
         check_size(ranks, job, strategy, schedule)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from headway.errors import UserError
 from headway.graph.timeline import Part, Point, Timeline
 from headway.job import Job
+from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
@@ -43,7 +44,10 @@ def operations_of(
                 item.kind in (Point.BLOCKING, Part.READ)
             )
         collectives = max(collectives, launched)
-    return items + collectives * len(ranks) * (4 * world_size + 4)
+    steps = 4 * world_size + 4
+    if isinstance(schedule, ReplicatedSchedule):  # NCCL's own model times what its replicas do as a whole
+        steps = 3 if job.on.nccl is not None else 4 * len(schedule.pipelines) + 4
+    return items + collectives * len(ranks) * steps
 
 
 @contextmanager

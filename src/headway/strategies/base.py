@@ -14,6 +14,8 @@ from headway.scheduling.schedule import Schedule
 
 DATA, PIPELINE = "data", "pipeline"
 """Dimensions: along the one every rank trains the whole model, or its stage; along the other each has a stage."""
+DATA_INSIDE = "data inside hosts"
+"""The inner part of the former, where stages lie between the two parts: replicas on one host, and then on others."""
 
 
 SHORT_NAME = 60

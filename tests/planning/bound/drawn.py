@@ -146,7 +146,8 @@ def clusters(draw: st.DrawFn, size_bytes: int, computation_ms: float) -> Cluster
         )
         given["window_bytes"] = int(size_bytes * draw(st.sampled_from([0, 0.01, 0.2])))
     if len(hosts) > 1 and draw(st.integers(0, 4)) == 0:
-        given["paths"] = (SlowPath(source="host1", target="host0", gbps=gbps / 3),)
+        latency_us = draw(st.sampled_from([None, 0, 500, 9000]))
+        given["paths"] = (SlowPath(source="host1", target="host0", gbps=gbps / 3, latency_us=latency_us),)
     costs = st.sampled_from(
         [AlgorithmCost(), AlgorithmCost(byte_factor=0.9), AlgorithmCost(overhead_us=300, message_us=50)]
     )

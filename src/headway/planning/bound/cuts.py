@@ -70,7 +70,7 @@ def _cuts(cluster: Cluster, *, shared: bool) -> Iterator[Cut]:
         way: [_Link.of(cluster, host, way, shared=shared) for host in hosts] if others else []
         for way in ("from", "to")
     }
-    between_ns, inside_ns = cluster.latency_us * 1e3, cluster.local_latency_us * 1e3
+    between_ns, inside_ns = cluster.least_latency_us * 1e3, cluster.local_latency_us * 1e3
     if others:
         for way, links in ways.items():
             yield from _between(hosts, way, links, between_ns)

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from headway.cluster import Cluster
+from headway.cluster import Cluster, Ways
 from headway.errors import PlanError
 from headway.graph.computation import Computation
 from headway.graph.step_layout import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.planning.stage_placement import place
+from headway.planning.host_order import StageDemand, order_for
+from headway.planning.stage_placement import EXACT, place
 from headway.planning.stage_split import Split, SplitLayer
 from headway.scheduling.mesh import groups_along
 from headway.strategies.base import DATA, PIPELINE
@@ -76,23 +77,35 @@ def split_layers(model: CutModel, layers: Sequence[LayerTimes], share: float) ->
 def places(
     cluster: Cluster, layers: Sequence[SplitLayer], stages: int, replicas: int, micro_batches: int
 ) -> Iterator[tuple[dict[str, int], tuple[int, ...]]]:
-    """Meshes worth a replay, with the order of hosts: which workers have which stage."""
-    order = tuple(range(len(cluster.hosts)))
+    """Meshes worth a replay, with the order of hosts: which workers have which stage.
+
+    ``layers`` are of a micro-batch; a rank of a pipeline has several of its ``stages`` where these are more than ranks.
+    """
+    ranks = cluster.world_size // replicas
+    cut_bytes = sorted(layer.cut_bytes for layer in layers if layer.cut_bytes)
+    demand = StageDemand(
+        sum(layer.forward_ns + layer.backward_ns for layer in layers) / ranks,
+        cut_bytes[len(cut_bytes) // 2] * (stages // ranks),
+        sum(layer.parameter_bytes for layer in layers) / ranks,
+        micro_batches,
+        loops=stages > ranks,
+    )
+    as_they_are, ways = tuple(range(len(cluster.hosts))), Ways(cluster)
+    meshes = [{PIPELINE: ranks}]
     if replicas > 1:
-        yield {PIPELINE: stages, DATA: replicas}, order
-        yield {DATA: replicas, PIPELINE: stages}, order
-        return
-    yield {PIPELINE: stages}, order
-    unequal = len({(host.up_gbps, host.down_gbps) for host in cluster.hosts}) > 1
-    if unequal and all(host.workers == 1 for host in cluster.hosts):
-        busy_ns = sum(layer.forward_ns + layer.backward_ns for layer in layers) / stages
-        cut_bytes = sorted(layer.cut_bytes for layer in layers if layer.cut_bytes)
-        usual = cut_bytes[len(cut_bytes) // 2]
-        placed = place(
-            [busy_ns] * stages, lambda _stage, a, b: message_ns(cluster, a, b, usual), micro_batches
-        )
-        if placed.workers != order:
-            yield {PIPELINE: stages}, placed.workers
+        meshes = [{PIPELINE: ranks, DATA: replicas}, {DATA: replicas, PIPELINE: ranks}]
+    for mesh in meshes:
+        yield mesh, as_they_are
+        if replicas == 1 and stages == ranks and len(as_they_are) <= EXACT:
+            order = place(
+                [demand.busy_ns] * len(as_they_are),
+                lambda _stage, one, other: ways.message_ns(one, other, demand.message_bytes),
+                micro_batches,
+            ).workers
+        else:
+            order = order_for(cluster, groups_along(mesh, PIPELINE), demand)
+        if order != as_they_are:
+            yield mesh, order
 
 
 def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
@@ -100,21 +113,13 @@ def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
     return cluster.model_copy(update={"hosts": tuple(cluster.hosts[host] for host in order)})
 
 
-def message_ns(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> float:
-    """How long a message takes alone from one worker to another."""
-    hosts = [host for host in cluster.hosts for _ in range(host.workers)]
-    one, other = hosts[sender], hosts[receiver]
-    if one is other:
-        return cluster.local_latency_us * 1e3 + 8 * size_bytes / cluster.local_gbps
-    return cluster.latency_us * 1e3 + 8 * size_bytes / min(one.up_gbps, other.down_gbps)
-
-
 def passing(cluster: Cluster, ranks: Sequence[int]) -> Callable[[int, int], float]:
-    """How long a message of so many bytes takes from a stage to the next, or back, where stages are on ``ranks``."""
+    """How long a message of so many bytes takes from a stage to the next, or back; ``ranks`` have stages in turn."""
+    ways, host_of_rank = Ways(cluster), cluster.host_of_rank
 
     def passing_ns(stage: int, size_bytes: int) -> float:
-        one, other = ranks[stage], ranks[stage + 1]
-        return max(message_ns(cluster, one, other, size_bytes), message_ns(cluster, other, one, size_bytes))
+        one, other = (host_of_rank[ranks[at % len(ranks)]] for at in (stage, stage + 1))
+        return max(ways.message_ns(one, other, size_bytes), ways.message_ns(other, one, size_bytes))
 
     return passing_ns
 
@@ -126,21 +131,27 @@ def cut_job(
     micro_batches: int,
     mesh: Mapping[str, int],
     workers: Sequence[int] = (),
+    known_ranks: int | None = None,
 ) -> Job:
     """The job of pipelines of these stages along ``mesh``, on ``cluster``, whose rank ``r`` computes as worker ``r``.
 
     Where ``workers`` are given, rank ``r`` computes as ``workers[r]``. Each pipeline of S stages trains on S workers'
-    batches.
+    batches; where there are more stages than ranks, stage ``s`` is on rank ``s`` modulo their number. Where only the
+    first ``known_ranks`` are known, the others compute as these in turn.
     """
     stages = len(cut.ends)
-    share = stages / micro_batches
+    share = mesh[PIPELINE] / micro_batches
     layers = model.layers
     timelines = {}
     for ranks in groups_along(mesh, PIPELINE):
-        for stage, rank in enumerate(ranks):
+        for first, rank in enumerate(ranks):
+            if known_ranks is not None and rank >= known_ranks:
+                continue
             steps = model.steps(workers[rank] if workers else rank)
             timelines[rank] = tuple(
-                _timeline(model, each, cut, stage, micro_batches, (rank, number))
+                _timeline(
+                    model, each, cut, range(first, stages, len(ranks)), micro_batches, share, (rank, number)
+                )
                 for number, each in enumerate(steps)
             )
     return Job(
@@ -178,10 +189,33 @@ def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
 
 
 def _timeline(
-    model: CutModel, step: LayerStep, cut: Split, stage: int, micro_batches: int, at: tuple[int, int]
+    model: CutModel,
+    step: LayerStep,
+    cut: Split,
+    stages: Sequence[int],
+    micro_batches: int,
+    share: float,
+    at: tuple[int, int],
 ) -> Timeline:
-    """A step of a stage (``at``: its rank and number): micro-batches there, and back; the last readies gradients."""
-    share = len(cut.ends) / micro_batches
+    """A step of a rank with ``stages`` (``at``: its rank and the step's number), the update last."""
+    items: list[Item] = []
+    held = 0
+    for stage in stages:
+        items += _passes(model, step, cut, stage, micro_batches, share)
+        layers = [step.layers[index] for index in cut.layers(stage)]
+        uses = {model.aliases.get(name, name) for layer in layers for name in layer.parameters}
+        held += sum(model.spec.by_name[name].size_bytes for name in uses)
+    update_ns = round(step.optimizer_ns * held / max(1, model.spec.size_bytes))
+    items += [Item(Point.STEP), Item(Part.OPTIMIZER, "", update_ns)]
+    if step.rest_ns:
+        items.append(Item(Part.REST, "", step.rest_ns))
+    return Timeline(*at, tuple(items))
+
+
+def _passes(
+    model: CutModel, step: LayerStep, cut: Split, stage: int, micro_batches: int, share: float
+) -> list[Item]:
+    """Those of a stage: micro-batches there, and back; the last readies gradients."""
     layers = [step.layers[index] for index in cut.layers(stage)]
     loss_ns = step.loss_ns if stage == len(cut.ends) - 1 else 0
     items = []
@@ -203,7 +237,6 @@ def _timeline(
         items += along(Part.BACKWARD, each, [sum(layer.backward_ns for layer in layers)])
     last = micro_batches - 1
     uses = [model.aliases.get(name, name) for layer in layers for name in layer.parameters]
-    held = sum(model.spec.by_name[name].size_bytes for name in set(uses))
     stretches = along(Part.BACKWARD, last, [layer.backward_ns for layer in reversed(layers)])
     for layer, stretch in zip(reversed(layers), stretches, strict=True):
         items.append(stretch)
@@ -213,11 +246,7 @@ def _timeline(
             if known not in uses:
                 items.append(Item(Point.READY, name, stage=stage, micro_batch=last))
     items.append(Item(Point.BACKWARD_END, stage=stage, micro_batch=last))
-    update_ns = round(step.optimizer_ns * held / max(1, model.spec.size_bytes))
-    items += [Item(Point.STEP), Item(Part.OPTIMIZER, "", update_ns)]
-    if step.rest_ns:
-        items.append(Item(Part.REST, "", step.rest_ns))
-    return Timeline(*at, tuple(items))
+    return items
 
 
 def _modules(model: CutModel, layer: LayerTimes) -> list[str]:

@@ -10,7 +10,7 @@ from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.replicated import ReplicatedSchedule
-from headway.strategies.base import DATA, PIPELINE, Strategy
+from headway.strategies.base import DATA, DATA_INSIDE, PIPELINE, Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy, check_whole_backwards
@@ -40,7 +40,7 @@ class MeshStrategy(Strategy):
         """
         self._check_data()
         mesh = dict(job.mesh)
-        if set(mesh) != {DATA, PIPELINE}:
+        if set(mesh) - {DATA_INSIDE} != {DATA, PIPELINE}:
             raise PlanError(
                 "pipelines side by side need a mesh of stages and replicas", got=f"{mesh or 'no mesh'}",
                 expected=f"the dimensions {PIPELINE} and {DATA}",
@@ -52,8 +52,9 @@ class MeshStrategy(Strategy):
                 expected=f"{len(pipeline.ranks)}",
             )  # fmt: skip
         check_whole_backwards(pipeline, self.pipeline)
-        buckets = tuple(self.data.decide(Job.of(stage, mesh[DATA])) for stage in job.stages)
-        return ReplicatedSchedule(pipeline, groups_along(mesh, PIPELINE), buckets, self.data.name)
+        pipelines = groups_along(mesh, PIPELINE)
+        buckets = tuple(self.data.decide(Job.of(stage, len(pipelines))) for stage in job.stages)
+        return ReplicatedSchedule(pipeline, pipelines, buckets, self.data.name)
 
     def _check_data(self) -> None:
         data = self.data

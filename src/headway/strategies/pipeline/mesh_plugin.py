@@ -105,7 +105,7 @@ def _reactions(
     from headway.graph.step_layout import InRecordedOrder
 
     members = graph.schedule.replicas_of(stage)
-    of_stage = GroupGraph(graph, graph.schedule.buckets[stage], members)
+    of_stage = GroupGraph(graph, graph.schedule.buckets[stage], members, stage, graph.schedule.stages)
     reactions = plugin_of(data).reactions(of_stage, Job.of(job.stages[stage], len(members)), data)
     assert isinstance(reactions, InRecordedOrder)
     graph.slowdowns = of_stage.slowdowns
