@@ -26,7 +26,7 @@ from headway.replayer.folding import played_ranks
 from headway.replayer.memory import peak_is_rough, rank_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
-from headway.scheduling.buckets import EVENLY, BucketSchedule
+from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.building import OperationGraph
 from headway.simulation.engine import PlayedTimes
