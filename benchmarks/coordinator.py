@@ -25,9 +25,9 @@ import psutil
 from common import parse_arguments, report
 from coordinating import ledger_load
 
-from headway.coordination import messages
-from headway.coordination.link import Link
-from headway.coordination.membership import Member
+from headway.strategies.partial_all_reduce.coordinator import messages
+from headway.strategies.partial_all_reduce.coordinator.client import Link
+from headway.strategies.partial_all_reduce.coordinator.messages import Member
 
 CLIENTS = "--clients"
 PROCESSES = 4

@@ -24,7 +24,7 @@ from headway.prediction.models import HERE, workload_named
 from headway.prediction.replayed import predict
 from headway.prediction.workload import Workload
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.trace.folder import load_trace
 
 WORKER = "--worker"

@@ -21,8 +21,8 @@ from memory.pipelines import MICRO_BATCHES, ORDERS, STOCK, SUBJECTS, work
 from memory.running import run
 
 from headway.job import Job
-from headway.replayer.memory import rank_peaks_bytes
 from headway.replayer.replayer import Replayer
+from headway.simulator.memory import rank_peaks_bytes
 from headway.strategies.pipeline.micro_batch_sizes import between
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.folder import load_trace

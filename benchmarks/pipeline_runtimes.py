@@ -20,13 +20,12 @@ from common import commit, interval_ms, keep_case, parse_arguments, report
 from pipeline_training.runtime_cases import CASES, QUICK, PipelineCase
 
 from headway.cluster import Cluster, Host
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.job import Job
 from headway.lab import launch
 from headway.lab.spec import LabSpec
 from headway.model import ModelSpec
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 
 WORKER = "--worker"
 TIMEOUT_S = 1800.0

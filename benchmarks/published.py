@@ -20,7 +20,7 @@ from common import parse_arguments, report
 
 from headway.collectives.nccl import Fabric, channels_of, time_us
 from headway.network.nccl_tests import INSIDE_GB_S, LEAST_BYTES, Timing, errors, fitted, stated_error
-from headway.replayer.uncertainty import UNMEASURED
+from headway.simulator.expectation import UNMEASURED
 
 ROWS = Path(__file__).with_name("published_rows") / "nccl_tests.csv"
 H100, A100 = "xxrjun nccl_N10_G{}.log", "Echo nccl_{}.log"

@@ -110,7 +110,7 @@ def _predict(ranks: int) -> dict[str, Any]:
     begin = time.perf_counter()
     from headway.prediction.clusters import cluster_named
     from headway.prediction.models import workload_named
-    from headway.replayer.simulate import Simulator
+    from headway.simulator.simulate import Simulator
     from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
     workload = workload_named("resnet50", "a100", "momentum")

@@ -174,7 +174,7 @@ def _load(folder: Path) -> None:
     from headway.interop.readers import importing
     from headway.interop.readers.document import Sources
     from headway.interop.readers.formats import FORMATS
-    from headway.interop.readers.reading import read_all
+    from headway.interop.readers.importing import read_all
 
     for one in FORMATS:
         one.recognises("", b"")  # imports its module

@@ -5,7 +5,7 @@
 Of benchmarks/replay_accuracy.py, whose computation is paced: for every model the half widths are taken from the other
 models' rows (nine tenths of their errors lie within) and held against its own. Of benchmarks/jobs.py, whose jobs really
 compute on the cores that communicate: the same for other strategies, case by case. Nothing is run; `by all models` and
-`by all jobs` have the half widths of all together, which `headway.replayer.expectation` holds.
+`by all jobs` have the half widths of all together, which `headway.simulator.expectation` holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from common import RESULTS
 
-from headway.replayer.expectation import expected_ms, half_width_ms
+from headway.simulator.expectation import expected_ms, half_width_ms
 
 COVERED = 0.9
 BUSY = "another strategy on busy cores"

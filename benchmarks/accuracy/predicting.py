@@ -19,7 +19,7 @@ from accuracy.configurations import (
 from accuracy.job import PROBED, TRACE
 from headway.cluster import Cluster
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.trace.folder import load_trace
 
 

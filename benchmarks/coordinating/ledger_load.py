@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from headway.coordination.membership import GroupStart
-from headway.coordination.service import events
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.coordination.service.ledger import Ledger
+from headway.strategies.partial_all_reduce.coordinator import ledger as events
+from headway.strategies.partial_all_reduce.coordinator.ledger import Ledger
+from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 GAP_NS = 10_000  # of the job's clock, between two events
 WORKERS_A_HOST = 8

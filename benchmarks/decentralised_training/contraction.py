@@ -110,7 +110,7 @@ def _mix(config: dict[str, Any]) -> None:
     import torch
     from torch import nn
 
-    from headway.coordination.client import CoordinatorClient
+    from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
     from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
 
     worker, stop, go = config["worker"], Path(config["stop"]), Path(config["go"])
@@ -209,10 +209,9 @@ def _groups_to(squared: Sequence[float], share: float) -> int | None:
 def simulated_groups(method: str, rounds: int) -> Groups:
     """The groups that the same generator forms in a co-simulation of these workers, in the order of their numbers."""
     from headway.cluster import Cluster, Host
-    from headway.coordination.service.generator_choice import GeneratorChoice
     from headway.scheduling.groups import CoordinatedGroups
-    from headway.strategies.partial_all_reduce.cosimulation import CoSimulation
-    from headway.strategies.partial_all_reduce.scenario import Iterations, Scenario
+    from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
+    from headway.strategies.partial_all_reduce.cosimulation import CoSimulation, Iterations, Scenario
 
     choice = GeneratorChoice.parse(method, 0)
     hosts = tuple(

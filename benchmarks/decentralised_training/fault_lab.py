@@ -57,8 +57,8 @@ class Job:
         self, network: Any, folder: Path, generator: str, placement: Placement, work: Callable[..., None],
         seed: int = 0, **config: Any,
     ) -> None:  # fmt: skip
-        from headway.coordination.secret_file import write_secret
         from headway.lab.network import address
+        from headway.strategies.partial_all_reduce.coordinator.security import write_secret
 
         self._network, self._folder, self._placement, self._work = network, folder, placement, work
         self._generator, self._seed, self._config = generator, seed, config
@@ -326,8 +326,8 @@ def import_all() -> None:
     import torch._dynamo
 
     import headway.cli.coordinate
-    import headway.coordination.client
-    import headway.coordination.service.running
+    import headway.strategies.partial_all_reduce.coordinator.client
+    import headway.strategies.partial_all_reduce.coordinator.server
     import headway.strategies.partial_all_reduce.runtime  # noqa: F401
 
     torch.set_num_threads(1)

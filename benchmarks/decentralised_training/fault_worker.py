@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from decentralised_training.fault_schedules import TIME_LIMIT_S
-from headway.coordination.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
 from headway.strategies.partial_all_reduce.rounds import Round
 from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
 

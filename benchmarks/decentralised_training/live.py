@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway import torch_private
-from headway.coordination.client import CoordinatorClient
-from headway.coordination.service.child import CoordinatorProcess
-from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.rpc.interface import job_address
 from headway.scheduling.groups import hosts_in_turn
 from headway.strategies.base import Strategy
 from headway.strategies.decoupled.lifecycle import release
 from headway.strategies.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.partial_all_reduce.coordinator.child import CoordinatorProcess
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 from headway.strategies.partial_all_reduce.host_wrapper import HostDataParallel
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Ending, Round

@@ -12,12 +12,11 @@ from decentralised_training.cases import FACTORS, Situation
 from decentralised_training.methods import METHODS, REFERENCE, method_named
 from decentralised_training.rates import Found, throughput
 from headway.cluster import Cluster
-from headway.graph.computation import Computation
+from headway.graph.computation import Computation, Part, Timeline
 from headway.graph.step_layout import StepProfile
-from headway.graph.timeline import Part, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.partial_all_reduce.horizon import Window, over_a_horizon

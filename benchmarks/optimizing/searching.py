@@ -21,7 +21,7 @@ from headway.optimization.result import SearchResult, plan_of
 from headway.optimization.search import search
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import Simulation, Simulator
+from headway.simulator.simulate import Simulation, Simulator
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.folder import load_trace

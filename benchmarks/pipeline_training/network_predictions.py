@@ -7,12 +7,11 @@ from statistics import median
 from typing import Any
 
 from headway.cluster import Cluster, Host, Traffic
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.replayer.simulate import Simulation, simulate
-from headway.strategies.pipeline.candidates import step_bound_ms
+from headway.simulator.simulate import Simulation, simulate
+from headway.strategies.pipeline.plugin import step_bound_ms
 from headway.strategies.pipeline.policy import PipelineStrategy
 from pipeline_training.network_cases import NetworkCase
 

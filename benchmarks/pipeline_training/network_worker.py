@@ -22,8 +22,7 @@ from headway.scheduling.pipeline.schedule import Pass
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
 from headway.strategies.pipeline.tuning.follower import Follower
-from headway.strategies.pipeline.tuning.observed import RankStep
-from headway.strategies.pipeline.tuning.watch import StepWatch
+from headway.strategies.pipeline.tuning.observed import RankStep, StepWatch
 from headway.torch_private.pipelining import PipelineSteps
 from pipeline_training.measured import cpu_s, message_ms, stream_ms
 from pipeline_training.network_cases import CASES, PHASE_S, NetworkCase

@@ -25,7 +25,7 @@ from headway.prediction.strategies import strategies_named
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.fidelity import is_reproduced
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies import registry
 from headway.strategies.base import Strategy
 from headway.trace.folder import load_trace

@@ -23,9 +23,8 @@ from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.strategies.pipeline.plugin import PLUGIN
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
-from headway.strategies.pipeline.tuning.follower import Follower
+from headway.strategies.pipeline.tuning.follower import Follower, TunerProcess
 from headway.strategies.pipeline.tuning.observed import number_and_candidate
-from headway.strategies.pipeline.tuning.service import TunerProcess
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner
 from headway.torch_private.pipelining import PipelineSteps
 

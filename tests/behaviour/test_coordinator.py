@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from tests import commands, limits
 
-from headway.coordination.client import CoordinatorClient
-from headway.coordination.membership import Member
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.coordination.service.journal import Journal
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.journal import Journal
+from headway.strategies.partial_all_reduce.coordinator.messages import Member
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 pytestmark = pytest.mark.processes
 LIMIT_S = 60.0

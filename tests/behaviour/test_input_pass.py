@@ -10,7 +10,7 @@ import yaml
 from tests.behaviour.pass_loop import recorded
 from tests.commands import headway, torchrun
 
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import MeasuredEffect
 from headway.passes.input_workers import InputWorkers
 from headway.replayer.measured_effects import save_effects

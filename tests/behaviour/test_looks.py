@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests import workers
 
+from headway.graph.computation import Part
 from headway.graph.recorded import timelines_of
-from headway.graph.timeline import Part
 from headway.trace.events import Kind, Read
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace

@@ -13,7 +13,7 @@ from torch import nn
 
 from headway.errors import UnsupportedError
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.parameter_server.runtime import wrap

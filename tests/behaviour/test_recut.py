@@ -12,13 +12,12 @@ from tests.commands import headway, last_line, run, torchrun
 
 from headway.cluster import Cluster
 from headway.errors import PlanError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.job import Job
 from headway.optimization.recut import recuts
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.events import Kind

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.coordination.service.child import CoordinatorProcess
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.interop.readers import reading
+from headway.interop.readers import importing
+from headway.strategies.partial_all_reduce.coordinator.child import CoordinatorProcess
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -58,7 +58,7 @@ def test_a_coordinator_runs_nothing_of_the_current_folder(trapped: Path) -> None
 
 
 def test_processes_that_read_runs_nothing_of_the_current_folder(trapped: Path) -> None:
-    with reading._safe_path():
+    with importing._safe_path():
         assert os.environ["PYTHONSAFEPATH"] == "1"
     assert "PYTHONSAFEPATH" not in os.environ
     assert sprung(trapped) == ""

@@ -19,9 +19,9 @@ from decentralised_training.losses import loss_at, time_to
 from decentralised_training.predicting import Predicted, choice
 from decentralised_training.rates import throughput
 
-from headway.coordination.matrices import Consensus
 from headway.models.catalogue import MODELS
 from headway.models.roofline import step_s
+from headway.strategies.partial_all_reduce.matrices import Consensus
 
 
 def test_throughput_counts_all_of_the_time_of_ranks_by_themselves_and_whole_steps_of_others() -> None:

@@ -16,7 +16,7 @@ from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.result import SearchResult, best_first
-from headway.replayer.expectation import Expectation
+from headway.simulator.expectation import Expectation
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 

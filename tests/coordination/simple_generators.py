@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.coordination.generator import Grant, GroupGenerator
+from headway.strategies.partial_all_reduce.generators.generator import Grant, GroupGenerator
 
 
 class _Simple(GroupGenerator):

@@ -15,13 +15,16 @@ import pytest
 from tests import limits
 from tests.coordination.simple_generators import All
 
-from headway.coordination.client import CoordinatorClient
-from headway.coordination.link import Link
-from headway.coordination.membership import Coordinator, GroupStart, Member
-from headway.coordination.messages import Welcome
-from headway.coordination.service.options import ServiceOptions
-from headway.coordination.service.server import ServerThread
 from headway.errors import CommunicationError, UnsupportedError, UserError
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient, Link
+from headway.strategies.partial_all_reduce.coordinator.messages import (
+    Coordinator,
+    GroupStart,
+    Member,
+    Welcome,
+)
+from headway.strategies.partial_all_reduce.coordinator.options import ServiceOptions
+from headway.strategies.partial_all_reduce.coordinator.server import ServerThread
 
 T = TypeVar("T")
 LONG_S = 30.0
@@ -183,7 +186,7 @@ def test_a_worker_that_writes_before_it_reads_that_its_stream_has_ended_connects
                 await asyncio.Event().wait()
             await super()._read(call)
 
-    monkeypatch.setattr("headway.coordination.client.Link", Deaf)
+    monkeypatch.setattr("headway.strategies.partial_all_reduce.coordinator.client.Link", Deaf)
     job = Job(tmp_path / "journal")
     client = job.worker(0)
     client.ask(0)
@@ -260,8 +263,8 @@ def test_a_new_incarnation_is_noticed_though_its_first_welcome_was_lost(
                     Welcome(incarnation=incarnation, resumed=True, lease_s=1, members=[], running=None)
                 )
 
-    monkeypatch.setattr("headway.coordination.client.Link", Told)
-    monkeypatch.setattr("headway.coordination.client.LEAVE_S", 0.1)
+    monkeypatch.setattr("headway.strategies.partial_all_reduce.coordinator.client.Link", Told)
+    monkeypatch.setattr("headway.strategies.partial_all_reduce.coordinator.client.LEAVE_S", 0.1)
     client = CoordinatorClient("127.0.0.1:1")
     client.join(Member(0, 0, "0:1", "0"), long_s())
     wait_until(lambda: client.incarnation == 3)
@@ -273,7 +276,9 @@ def test_what_is_missing_for_secrets_is_said_where_a_worker_joins(monkeypatch: p
     def missing(_: bytes) -> None:
         raise UserError("the coordinator needs cryptography")
 
-    monkeypatch.setattr("headway.coordination.certificates.client_credentials", missing)
+    monkeypatch.setattr(
+        "headway.strategies.partial_all_reduce.coordinator.security.client_credentials", missing
+    )
     client = CoordinatorClient("127.0.0.1:1", secret=b"s" * 32)
     with pytest.raises(UserError, match="needs cryptography"):
         client.join(Member(0, 0, "0:1", "0"), long_s())
@@ -331,7 +336,7 @@ def test_another_process_takes_a_place_for_good(job: Job, caplog: pytest.LogCapt
 def test_nobody_there_is_a_communication_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.coordination.client.NOTICE_S", 0.2)
+    monkeypatch.setattr("headway.strategies.partial_all_reduce.coordinator.client.NOTICE_S", 0.2)
     client = CoordinatorClient("127.0.0.1:1")
     with pytest.raises(CommunicationError, match=r"worker 0 cannot join .* at its coordinator 127.0.0.1:1"):
         client.join(Member(0, 0, "0:1", "host"), 0.4)

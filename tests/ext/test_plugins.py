@@ -46,15 +46,14 @@ from headway.ext.testing import (
     check_training,
     example_job,
 )
-from headway.graph.computation import Computation
-from headway.graph.timeline import Timeline
+from headway.graph.computation import Computation, Timeline
 from headway.measuring.pass_runs import pass_of
 from headway.passes.registry import passes
 from headway.permission import permitted
 from headway.plan.permissions import check_allowed, permissions
 from headway.plugins import WARNED_VARIABLE
 from headway.replayer.fidelity import check_fidelity
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies import registry
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Event, Kind, Stream

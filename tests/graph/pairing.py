@@ -11,8 +11,8 @@ from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_REDUCE, RING
 from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Part
 from headway.graph.deciding import Decision, Decisions
-from headway.graph.timeline import Part
 from headway.scheduling.groups import pairs_in_turn
 from headway.simulation.engine import PlayedTimes
 

@@ -8,10 +8,9 @@ from typing import Any
 from tests.planning.jobs import layered_job
 
 from headway.cluster import Cluster, Host
-from headway.graph.blocks import ComputeBlock, blocks_of, timeline_of
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import ComputeBlock, Item, Part, Point, Timeline, blocks_of, timeline_of
 from headway.graph.step_layout import lay_out_ranks
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.simulation.engine import play
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

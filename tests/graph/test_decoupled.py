@@ -15,8 +15,8 @@ from headway.cluster import (
     Host,
 )
 from headway.graph.build import GraphBuilder
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.graph.step_layout import lay_out_ranks
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, GatherMode

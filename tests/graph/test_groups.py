@@ -15,10 +15,10 @@ from headway.collectives.dataflow import alone
 from headway.collectives.selection import Selection
 from headway.errors import UserError
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Part
 from headway.graph.deciding import NO_RANK, Decision, Decisions
 from headway.graph.disturbance import play_disturbed
 from headway.graph.goal import GoalWriter
-from headway.graph.timeline import Part
 from headway.scheduling.groups import GroupSchedule, pairs_in_turn
 from headway.simulation.engine import play
 

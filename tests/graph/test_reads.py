@@ -10,8 +10,8 @@ from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
 from headway.graph.build import ComputeSpan, GraphBuilder
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.graph.step_layout import lay_out_ranks
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.scheduling.buckets import GatherMode
 from headway.simulation.engine import PlayedTimes, play

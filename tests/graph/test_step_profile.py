@@ -4,9 +4,9 @@ import pytest
 from tests.planning.jobs import layered_job
 from tests.synthetic import MS, SyntheticJob, synthetic_trace
 
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.graph.recorded import timelines_of
 from headway.graph.step_layout import profile_of
-from headway.graph.timeline import Item, Part, Point, Timeline
 
 
 def test_a_recorded_step_gives_the_offsets_it_was_made_with() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.exhaustive import examples
 from tests.synthetic import SyntheticJob, events_of, synthetic_trace, trace_of
 
+from headway.graph.computation import Part, Point, Timeline
 from headway.graph.recorded import timelines_of
-from headway.graph.timeline import Part, Point, Timeline
 from headway.trace.events import Event, Events, Kind, Stream
 
 PARTS = {Part.INPUT, Part.FORWARD, Part.BACKWARD, Part.FINALIZE, Part.OPTIMIZER, Part.REST}

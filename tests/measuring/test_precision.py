@@ -9,7 +9,7 @@ from tests.replayer.test_replayer import as_bucketed, job
 from tests.synthetic import synthetic_trace
 
 from headway.errors import LaunchError
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import MeasuredEffect
 from headway.measuring.pass_runs import effects_between
 from headway.measuring.pass_runs import measured_effects as measured_of_runs

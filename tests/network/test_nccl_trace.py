@@ -13,7 +13,7 @@ from headway.collectives.nccl import Fabric, choose, fabric_of
 from headway.interop.readers.importing import import_trace
 from headway.network.fit import cluster_from_trace
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace
 

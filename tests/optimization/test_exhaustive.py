@@ -10,7 +10,7 @@ from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.exhaustive import MOST_PARAMETERS, best_of, every_plan, exhaust
 from headway.optimization.search import candidate_strategies
-from headway.replayer.simulate import Simulator
+from headway.simulator.simulate import Simulator
 from headway.strategies.base import fits
 from headway.strategies.registry import plugins
 

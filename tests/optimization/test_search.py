@@ -19,9 +19,9 @@ from headway.optimization.search import _changes, candidate_strategies, search
 from headway.plan import Plan
 from headway.planning.bound import bound_of
 from headway.planning.planner import plan
-from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
+from headway.simulator.expectation import Expectation
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

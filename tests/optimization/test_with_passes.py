@@ -10,7 +10,7 @@ from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import Job, MeasuredEffect
 from headway.optimization import with_passes as module
 from headway.optimization.candidate import needed_bytes
@@ -20,7 +20,7 @@ from headway.passes.base import Pass
 from headway.passes.precision import Precision
 from headway.plugins import WARNED_VARIABLE
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.time_limit import TimeLimit, limited
 
 

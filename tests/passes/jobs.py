@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from headway.cluster import Cluster, Host
-from headway.graph.computation import Computation
+from headway.graph.computation import Computation, Timeline
 from headway.graph.step_layout import StepProfile
-from headway.graph.timeline import Timeline
 from headway.job import Job
 from headway.memory.pass_watch import PassMemoryWatch
 from headway.model import ModelSpec, PassMemory
-from headway.replayer.memory import peak_bytes
+from headway.simulator.memory import peak_bytes
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.live.module_spec import model_spec
 

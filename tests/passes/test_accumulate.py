@@ -6,9 +6,9 @@ from tests.passes.jobs import BATCH, DDP, MS, WIDTH, job, predicted_peak, time_n
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.passes.accumulate import Accumulate
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 
 
 def deep(outputs: int = 3) -> nn.Sequential:

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import UnsupportedError, UserError
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.measuring.compiling import main, repeated_modules
 from headway.passes.compile import Compile, as_single_graphs
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.module_spec import model_spec
 

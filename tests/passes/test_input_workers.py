@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Item, Part, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.measuring.loading import main
 from headway.model import PassMemory
 from headway.passes import input_workers
 from headway.passes.base import with_timelines
 from headway.passes.input_workers import InputWorkers
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 
 TWO = InputWorkers(workers=2)
 WAIT_MS = 50

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import HeadwayWarning, UnsupportedError
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.passes import loss_scale
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass

@@ -13,12 +13,11 @@ from torch import nn
 
 from headway.cluster import Cluster, Host
 from headway.errors import UnsupportedError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job, MeasuredEffect, OptimizerUse
 from headway.model import PassMemory
 from headway.passes.optimizer import Implementation, OptimizerImplementation
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.live.module_spec import model_spec
 

@@ -16,7 +16,7 @@ from tests.passes.jobs import DDP, WIDTH, job, predicted_peak
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import Job, MeasuredEffect
 from headway.model import PassMemory
 from headway.passes.accumulate import Accumulate
@@ -26,7 +26,7 @@ from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.plan.plan import PlannedModel
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import Job
 from headway.passes.recompute import Recompute
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.live.module_spec import model_spec
 
 BLOCKS = 6

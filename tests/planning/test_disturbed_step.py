@@ -11,8 +11,8 @@ from tests.exhaustive import examples
 from tests.planning.jobs import MS, PlannedJob, layered_job, replayed, replayed_ns
 from tests.planning.test_conformance import Case, cases
 
+from headway.graph.computation import Part
 from headway.graph.step_layout import profile_of
-from headway.graph.timeline import Part
 from headway.planning.disturbed_step import Slowed, predict_disturbed, undisturbed
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion

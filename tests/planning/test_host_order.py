@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from headway.cluster import Cluster, Host, SlowPath
-from headway.planning import host_order
-from headway.planning.host_order import StageDemand, by_speed, order_for
+from headway.strategies.pipeline import host_order
+from headway.strategies.pipeline.host_order import StageDemand, by_speed, order_for
 
 
 def a_cluster(draw: random.Random, count: int, workers: int = 1) -> Cluster:

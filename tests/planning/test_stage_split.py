@@ -7,9 +7,9 @@ from itertools import combinations, pairwise, permutations
 
 import pytest
 
-from headway.planning import stage_placement
-from headway.planning.stage_placement import place
-from headway.planning.stage_split import SplitLayer, SplitMemory, split
+from headway.strategies.pipeline import host_order
+from headway.strategies.pipeline.host_order import place
+from headway.strategies.pipeline.stage_times import SplitLayer, SplitMemory, split
 
 
 def some_layers(draw: random.Random, count: int) -> list[SplitLayer]:
@@ -118,7 +118,7 @@ def test_local_search_comes_near_the_best(monkeypatch: pytest.MonkeyPatch) -> No
         busy, hops, speeds = a_problem(draw, 7)
         exact = place(busy, lambda _stage, a, b, h=hops: h[a][b], 8, speeds=speeds).step_ns(8)  # type: ignore[misc]
         with monkeypatch.context() as patch:
-            patch.setattr(stage_placement, "EXACT", 0)
+            patch.setattr(host_order, "EXACT", 0)
             near = place(busy, lambda _stage, a, b, h=hops: h[a][b], 8, speeds=speeds).step_ns(8)  # type: ignore[misc]
         ratios.append(near / exact)
     assert min(ratios) >= 1 - 1e-9

@@ -10,7 +10,7 @@ from headway.prediction.clusters import cluster_named
 from headway.prediction.models import workload_named, workloads_named
 from headway.prediction.replayed import predict
 from headway.prediction.strategies import strategies_named
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 
 
 def test_a_slower_device_and_slower_links_are_found_and_more_workers_predicted() -> None:

@@ -25,7 +25,7 @@ from headway.prediction.replayed import predict
 from headway.prediction.scaling import scaling
 from headway.prediction.strategies import strategies_named
 from headway.prediction.workload import Workload
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies.pipeline import cut_job
 
 QUARTERS = ("h.2", "h.4", "h.6")

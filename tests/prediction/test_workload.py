@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from headway.errors import UserError
+from headway.graph.computation import Part, Point
 from headway.graph.step_layout import LayerTimes
-from headway.graph.timeline import Part, Point
 from headway.model import ModelSpec, ParameterSpec
 from headway.models.catalogue import MODELS
 from headway.models.convolutional import resnet50

@@ -12,22 +12,20 @@ from tests.synthetic_job import SyntheticJob
 
 from headway.cluster import Cluster, Host
 from headway.errors import PlanError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import Chain, ChainLink
 from headway.optimization.explanation import explain
 from headway.optimization.recut import recuts
 from headway.optimization.result import plan_of
 from headway.optimization.search import search
-from headway.planning.stage_split import Split
-from headway.replayer.cut_recording import CutRecording, why_not_cut
-from headway.replayer.recut import CUT_SHARE
+from headway.replayer.cut_recording import CUT_SHARE, CutRecording, why_not_cut
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.stage_times import Split
 from headway.trace.format import Trace
 
 MODULES = ("stem", "layer1", "layer2", "head")

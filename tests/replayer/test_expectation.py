@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.replayer.expectation import (
+from headway.simulator.expectation import (
     OTHER_SHARE,
     SAME_SHARE,
     Expectation,

@@ -20,10 +20,10 @@ from headway.collectives.algorithms import (
     program_of,
 )
 from headway.collectives.hierarchical import Hosts
-from headway.replayer.folding import period_of
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
 from headway.scheduling.buckets import GatherMode
+from headway.simulator.simulate import period_of
+from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

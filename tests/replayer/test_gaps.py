@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from headway.graph.timeline import Item, Part, Point, Timeline
-from headway.replayer.gaps import gap_note, gap_ns
+from headway.graph.computation import Item, Part, Point, Timeline
+from headway.replayer.replayer import gap_note, gap_ns
 from headway.trace.events import Read
 
 MS = 1_000_000

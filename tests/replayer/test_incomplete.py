@@ -15,7 +15,7 @@ from headway.model import ModelSpec
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.incomplete import check_takes_plans, of_recorded_buckets
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import WORK, Event, Events, Kind, Stream
 from headway.trace.format import Trace

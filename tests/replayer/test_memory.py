@@ -4,7 +4,7 @@ from tests.models import layered_model
 
 from headway.job import Job
 from headway.model import ModelSpec, PassMemory
-from headway.replayer.memory import peak_bytes, peak_is_rough
+from headway.simulator.memory import peak_bytes, peak_is_rough
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

@@ -21,8 +21,8 @@ from tests.synthetic import synthetic_trace
 from headway.cluster import AlgorithmCost, PassSlowdown
 from headway.job import Job
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import simulate
-from headway.replayer.what_if import WhatIf
+from headway.simulator.simulate import simulate
+from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

@@ -9,8 +9,7 @@ from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import events_of, synthetic_trace
 
 from headway.errors import UnsupportedError
-from headway.replayer.recorded_job import recorded_job
-from headway.replayer.replayer import Replayer
+from headway.replayer.replayer import Replayer, recorded_job
 from headway.scheduling.buckets import GATHER_MODES, GatherMode
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.permitted import permitted_forms

@@ -13,13 +13,12 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.diagnosis.diagnosis import diagnose
 from headway.errors import TraceError, UserError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import simulate
-from headway.replayer.what_if import WhatIf
+from headway.simulator.simulate import simulate
+from headway.simulator.what_if import WhatIf
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Event, Events, Kind
@@ -238,7 +237,7 @@ def test_a_strategy_the_trace_names_wrongly_is_one_line() -> None:
 @pytest.mark.parametrize("point", [Point.BLOCKING, Point.BACKWARD_END])
 def test_everything_that_is_launched_counts_to_the_size(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replayer = Replayer(as_bucketed(synthetic_trace(job())), cluster_of(job()))
-    monkeypatch.setattr("headway.replayer.size.MAX_OPERATIONS", 5000)
+    monkeypatch.setattr("headway.simulator.simulate.MAX_OPERATIONS", 5000)
     replayer.replay()
     first, *others = replayer.job.steps.timelines[0]
     more = Timeline(0, first.step, (*first.items, *[Item(point, "all_reduce", 0, 4)] * 200))

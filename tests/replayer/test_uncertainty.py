@@ -11,7 +11,7 @@ from tests.synthetic import synthetic_trace
 from headway.cluster import AlgorithmCost
 from headway.collectives.algorithms import GLOO_ALL_REDUCE
 from headway.replayer.replayer import Replayer
-from headway.replayer.uncertainty import doubts
+from headway.simulator.expectation import doubts
 
 
 def test_steps_that_stand_out_are_named() -> None:

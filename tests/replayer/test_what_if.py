@@ -4,7 +4,7 @@ import pytest
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host, Traffic
 from headway.errors import UserError
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 
 
 def test_what_ifs_compose() -> None:

@@ -9,8 +9,8 @@ import threading
 import time
 from typing import Any
 
-from headway.coordination.client import CoordinatorClient
-from headway.coordination.membership import Member
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.messages import Member
 
 WAIT_S = 60.0
 ALONE_S = 0.01  # what a step takes that nobody is waited for in

@@ -18,8 +18,8 @@ from headway.compression.top_k import TopK
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.permission import ASYNCHRONOUS, PRECISION, permitted
-from headway.replayer.simulate import Simulation, simulate
 from headway.scheduling.buckets import GatherMode
+from headway.simulator.simulate import Simulation, simulate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.registry import plugin_of

@@ -18,8 +18,7 @@ from headway.compression.cast import Cast
 from headway.errors import PlanError, UnsupportedError
 from headway.ext.testing import Trained, check_strategy, check_training
 from headway.graph.build import GraphBuilder
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.strategies.base import short_name
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

@@ -12,7 +12,7 @@ from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.selection import Selection
 from headway.errors import PlanError, UnsupportedError
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server import runtime
 from headway.strategies.parameter_server.policy import ParameterServerStrategy

@@ -12,8 +12,8 @@ from tests.planning.jobs import layered_job
 from headway.cluster import AlgorithmCost, PassSlowdown, SlowPath
 from headway.collectives.algorithms import HALVING_DOUBLING, HIERARCHICAL, TREE
 from headway.job import Job
-from headway.replayer.simulate import simulate
 from headway.scheduling.periods import PeriodicSchedule
+from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.local_sgd.horizon import over_a_horizon
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

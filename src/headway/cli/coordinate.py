@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import click
 
 from headway import files
-from headway.coordination.generators.factory import names
 from headway.errors import PlanError
+from headway.strategies.partial_all_reduce.generators.rules import names
 
 if TYPE_CHECKING:
-    from headway.coordination.service.generator_choice import GeneratorChoice
+    from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 DEFAULT_LISTEN = "127.0.0.1:29650"
 MOST_DESCRIPTORS = 65_536
@@ -65,12 +65,14 @@ def coordinate(
     The first line on stdout says the address; lines on stderr say which workers come and go. After a crash, start
     it again with the same options: workers train on alone meanwhile, and come back by themselves.
     """
-    from headway.coordination.secret_file import read_secret, write_secret
-    from headway.coordination.service.generator_choice import GeneratorChoice
-    from headway.coordination.service.narrating import Narrating, NarratingWithMetrics
-    from headway.coordination.service.options import ServiceOptions
-    from headway.coordination.service.prometheus import MetricsPort
-    from headway.coordination.service.running import serve
+    from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice, ServiceOptions
+    from headway.strategies.partial_all_reduce.coordinator.prometheus import (
+        MetricsPort,
+        Narrating,
+        NarratingWithMetrics,
+    )
+    from headway.strategies.partial_all_reduce.coordinator.security import read_secret, write_secret
+    from headway.strategies.partial_all_reduce.coordinator.server import serve
     from headway.units import parse_duration_s
 
     if new_secret:
@@ -123,7 +125,7 @@ def _say(line: str) -> None:
 
 def _planned(path: Path) -> GeneratorChoice:
     from headway.plan import Plan
-    from headway.strategies.partial_all_reduce.launching import choice_of
+    from headway.strategies.partial_all_reduce.meeting import choice_of
     from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
     strategy = Plan.load(path).strategy
@@ -136,6 +138,6 @@ def _planned(path: Path) -> GeneratorChoice:
 
 
 def _metrics_address(text: str) -> tuple[str, int]:
-    from headway.coordination.transport import parse_address
+    from headway.strategies.partial_all_reduce.coordinator.transport import parse_address
 
     return parse_address(text if ":" in text else f"127.0.0.1:{text}", "the address of metrics")

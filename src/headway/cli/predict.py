@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.prediction.replayed import Prediction
     from headway.prediction.scaling import Crossover
     from headway.prediction.workload import Workload
-    from headway.replayer.what_if import WhatIf
+    from headway.simulator.what_if import WhatIf
     from headway.strategies.base import Strategy
 
 MOST_SIZES = 64
@@ -114,7 +114,7 @@ def predict(
     from headway.prediction.models import batch_of, workloads_named
     from headway.prediction.scaling import best_of, crossovers, scaling
     from headway.prediction.strategies import strategies_named
-    from headway.replayer.what_if import WhatIf
+    from headway.simulator.what_if import WhatIf
 
     what_if = WhatIf.parse(what_ifs)
     if collective_name is not None or size_text is not None:
@@ -267,7 +267,7 @@ def _calibrated(
     what_if: WhatIf,
 ) -> Calibration | None:
     from headway.prediction.calibration import calibrate
-    from headway.replayer.what_if import WhatIf as Plain
+    from headway.simulator.what_if import WhatIf as Plain
 
     if not measured:
         return None
@@ -384,7 +384,7 @@ def _table(predictions: list[Prediction], workload: Workload, close: Mapping[int
 
 
 def _world_sizes(text: str | None, most: int) -> list[int]:
-    from headway.replayer.what_if import MAX_WORKERS
+    from headway.simulator.what_if import MAX_WORKERS
 
     if text is None:
         sizes = [1]

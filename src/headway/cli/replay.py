@@ -16,9 +16,9 @@ from headway.units import counted, format_rate
 if TYPE_CHECKING:
     from headway.cluster import Cluster
     from headway.plan import Plan
-    from headway.replayer.expectation import Expectation
     from headway.replayer.replayer import Replayer
-    from headway.replayer.what_if import WhatIf
+    from headway.simulator.expectation import Expectation
+    from headway.simulator.what_if import WhatIf
 
 
 def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_json: bool) -> bool:
@@ -114,7 +114,7 @@ def replay(
     from headway.cluster import Cluster
     from headway.plan import Plan
     from headway.replayer.incomplete import check_takes_plans
-    from headway.replayer.what_if import WhatIf
+    from headway.simulator.what_if import WhatIf
     from headway.trace.folder import load_trace
 
     what_if = WhatIf.parse(what_ifs)

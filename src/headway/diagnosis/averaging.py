@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from headway.coordination.matrices import iterations_to_mix
 from headway.diagnosis.breakdown import NS_A_MS
 from headway.diagnosis.findings import Finding, listed, milliseconds, of_each_step, ranked
+from headway.strategies.partial_all_reduce.matrices import iterations_to_mix
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.trace.format import AveragingRound, Trace
 

@@ -18,8 +18,8 @@ from headway.diagnosis.communication import Communications
 from headway.diagnosis.findings import Finding, milliseconds, of_each_step
 from headway.diagnosis.stragglers import UNKNOWN, Straggler
 from headway.diagnosis.verdict import STANDS_OUT
+from headway.graph.computation import Part
 from headway.graph.recorded import both_ends
-from headway.graph.timeline import Part
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule, times_without_messages
 from headway.strategies.pipeline.stage_links import StageLinks, why_not_split
 from headway.trace.events import Kind

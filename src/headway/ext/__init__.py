@@ -36,8 +36,8 @@ from headway.errors import (
     UserError,
 )
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.graph.step_layout import InRecordedOrder, StepLayout
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.model import ModelSpec, ParameterSpec, PassMemory
 from headway.passes.base import Pass, whole_model, with_timelines

@@ -24,8 +24,7 @@ from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
 from headway.compression.codec import Codec, Exchange, Gradients, Reduced, Sent, Shape
 from headway.compression.registry import codecs
 from headway.errors import HeadwayError, UnsupportedError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.passes.base import Pass, rewritten
@@ -33,8 +32,8 @@ from headway.passes.registry import passes
 from headway.plan import Plan
 from headway.plan.permissions import permissions
 from headway.plugins import PluginFaultError
-from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import BucketSchedule
+from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy, decided
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import proposal_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand, expand_nccl
@@ -12,9 +12,58 @@ from headway.collectives.hierarchical import Hosts
 from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import GLOO, Selection, native
 from headway.collectives.server_hosts import expand_served
-from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
+from headway.errors import UserError
 from headway.scheduling.schedule import Schedule
 from headway.simulation.building import OperationGraph, OperationGraphBuilder
+
+
+@dataclass(slots=True)
+class Communication:
+    """What ``members`` do together: each has one begin and one end (operations), in the members' order."""
+
+    name: str
+    step: int  # of the member that asked first
+    size_bytes: int
+    members: Sequence[int]
+    begins: list[int]
+    ends: list[int]
+    channel: int
+    asked_by: set[int] = field(default_factory=set, init=False)
+
+    def begin_of(self, rank: int) -> int:
+        """The begin of a member. Raises ValueError where it is none."""
+        return self.begins[self.members.index(rank)]
+
+    def end_of(self, rank: int) -> int:
+        """The end of a member. Raises ValueError where it is none."""
+        return self.ends[self.members.index(rank)]
+
+    def check_asked(self) -> None:
+        """Raise UserError where a member has not asked for it: it would begin without that member."""
+        if missing := [rank for rank in self.members if rank not in self.asked_by]:
+            raise UserError(
+                "ranks take part in different collectives, which cannot be replayed",
+                got=f"{self.name} of step {self.step}, members {list(self.members)}: ranks {missing} never ask for it",
+                fix="Record steps in which all ranks do the same.",
+            )
+
+
+@dataclass(slots=True)
+class PlacedCollective(Communication):
+    """A collective in the graph."""
+
+    selection: Selection
+    bucket: int
+    group: tuple[int, ...]  # where it is of some ranks: all of these, of which the members are played
+    base: int = -1  # its first operation, once it is expanded
+
+
+@dataclass(slots=True)
+class PlacedTransfer(Communication):
+    """A message from one rank, the first member, to another, the second."""
+
+    operation: int
+
 
 S = TypeVar("S", bound=Schedule)
 
@@ -348,3 +397,49 @@ class GraphBuilder(Generic[S]):
             collective.channel,
             members,
         )
+
+
+class GroupGraph(GraphBuilder[S]):
+    """A view of the ``whole`` graph in which ``members`` are all ranks there are, under a ``schedule`` of their own.
+
+    Everything is laid out in ``whole``, which alone may be closed or played. Cursors have the ranks of ``whole``, and
+    each collective is one of the members. Of several views with the same members this is the one of ``number`` (below
+    ``views``), whose collectives are its own.
+    """
+
+    def __init__(
+        self, whole: GraphBuilder[Any], schedule: S, members: Sequence[int], number: int = 0, views: int = 1
+    ) -> None:
+        vars(self).update(vars(whole))  # all that is laid out is shared
+        self.schedule = schedule
+        self.world_size = len(members)
+        self._whole = whole
+        self._members = tuple(members)
+        self._number, self._views = number, views
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which members share a host, by their numbers among the members."""
+        host_of_rank = self.cluster.host_of_rank
+        return Hosts.of_places([host_of_rank[member] for member in self._members])
+
+    def launch(
+        self,
+        cursor: RankCursor,
+        name: str,
+        key: int,
+        size_bytes: int,
+        *,
+        bucket: int,
+        selection: Selection,
+        channel: int = 0,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+        members: Sequence[int] | None = None,
+    ) -> int:
+        """As of the whole graph, with the members for all ranks: they use a key once."""
+        return self._whole.launch(
+            cursor, name, key * self._views + self._number, size_bytes, bucket=bucket, selection=selection,
+            channel=channel, after=after, after_work=after_work,
+            members=self._members if members is None else members,
+        )  # fmt: skip

@@ -16,8 +16,7 @@ import numpy as np
 from headway import files
 from headway.collectives.program import columns_of, message_bytes, structure_of
 from headway.errors import UserError
-from headway.graph.build import GraphBuilder
-from headway.graph.placed import PlacedCollective
+from headway.graph.build import GraphBuilder, PlacedCollective
 from headway.simulation.building import DURATION, OperationGraph
 
 MAX_OPERATIONS = 5_000_000

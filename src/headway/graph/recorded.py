@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from headway.errors import TraceError
+from headway.graph.computation import Item, MessageEnd, Part, Point, Timeline
 from headway.graph.step_layout import background_update_cost, is_background
-from headway.graph.timeline import Item, MessageEnd, Part, Point, Timeline
 from headway.intervals import Intervals, merged
 from headway.model import ModelSpec
 from headway.trace.events import SHARDED, Event, Events, Kind

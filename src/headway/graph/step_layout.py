@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.graph.build import GraphBuilder, RankCursor, S
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.scheduling.buckets import BucketSchedule
 from headway.trace.events import Event, Events, Kind, Stream
 

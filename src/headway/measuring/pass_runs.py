@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from headway import torch_private
 from headway.errors import HeadwayError, LaunchError, TraceError, UserError
+from headway.graph.computation import Part
 from headway.graph.recorded import timelines_of
-from headway.graph.timeline import Part
 from headway.job import MeasuredEffect
 from headway.passes.measured import MeasuredPass
 from headway.passes.registry import passes

@@ -9,9 +9,9 @@ from headway.compression.codec import Codec
 from headway.errors import UserError
 from headway.job import Job
 from headway.passes.base import Pass
-from headway.replayer.expectation import Expectation
 from headway.scheduling.pipeline.orders import LOOPED_ORDERS
 from headway.scheduling.schedule import Schedule
+from headway.simulator.expectation import Expectation
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
 from headway.units import format_bytes

@@ -11,9 +11,9 @@ from headway.job import Job
 from headway.model import ParameterSpec
 from headway.planning.algorithm_choices import algorithm_choices
 from headway.planning.link_cost import LinkCosts
-from headway.replayer.simulate import Simulator
 from headway.scheduling.buckets import GATHER_MODES, GatherMode, whole
 from headway.scheduling.fusion import bucket_caps_mb
+from headway.simulator.simulate import Simulator
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

@@ -16,9 +16,9 @@ from headway.optimization.result import SearchResult
 from headway.passes.base import Pass
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import Simulation
-from headway.replayer.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule
+from headway.simulator.simulate import Simulation
+from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.decoupled.policy import DecoupledStrategy, options_of
 from headway.strategies.horizon import Outcome

@@ -9,19 +9,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headway.job import Job
-from headway.planning.stage_split import Split
-from headway.replayer.cut_recording import CutRecording, why_not_cut
-from headway.replayer.recut import stage_links
+from headway.replayer.cut_recording import CutRecording, stage_links, why_not_cut
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import Simulation
+from headway.simulator.simulate import Simulation
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.permitted import permitted_forms
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.pipeline.candidates import candidates
 from headway.strategies.pipeline.cut_job import passing, places, tied_bytes
 from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.plugin import candidates
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.stage_times import Split
 from headway.time_limit import time_is_up
 
 SPLITS = 3  # that are replayed of each number of stages

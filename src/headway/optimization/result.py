@@ -10,9 +10,9 @@ from headway.errors import UserError
 from headway.optimization.candidate import Candidate, is_better, needed_bytes, no_other_training
 from headway.plan import Plan, Prediction
 from headway.planning.bound import StepBound
-from headway.replayer.expectation import SAME_SHARE
 from headway.replayer.fidelity import is_reproduced
 from headway.replayer.replayer import Replayer
+from headway.simulator.expectation import SAME_SHARE
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

@@ -20,12 +20,12 @@ from headway.permission import permitted
 from headway.plan.permissions import check_allowed
 from headway.planning.bound import OwnBounds, StepBound, bound_of, form_of, least_sent_share
 from headway.plugins import PluginFaultError, asking, leave_out
-from headway.replayer.expectation import Expectation
-from headway.replayer.memory import peak_bytes, peak_is_rough
 from headway.replayer.replayer import Replayer
-from headway.replayer.size import times_in_range
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
+from headway.simulator.expectation import Expectation
+from headway.simulator.memory import peak_bytes, peak_is_rough
+from headway.simulator.simulate import times_in_range
 from headway.strategies.base import Strategy, decided, fits
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import Proposal, StrategyPlugin, proposal_of

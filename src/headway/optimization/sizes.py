@@ -9,10 +9,10 @@ from functools import partial
 
 from headway.errors import UserError
 from headway.job import Job
-from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import Simulation, Simulator
 from headway.scheduling.pipeline.orders import LOOPED_ORDERS
+from headway.simulator.expectation import Expectation
+from headway.simulator.simulate import Simulation, Simulator
 from headway.strategies.base import Strategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.micro_batch_sizes import Between, between, counts_between, unlike

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ModuleMemory, PassMemory
 from headway.passes.base import Pass, whole_model, with_timelines

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from headway.errors import UnsupportedError
-from headway.graph.computation import Computation, RankTimelines
-from headway.graph.timeline import Timeline
+from headway.graph.computation import Computation, RankTimelines, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.permission import PRECISION, Permission

@@ -13,7 +13,7 @@ from torch import nn
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.passes.base import in_few_words, region_of
 from headway.passes.measured import MeasuredModules
 from headway.passes.other_forward import Changed, give_class, module_at, with_forward

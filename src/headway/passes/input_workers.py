@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, IterableDataset
 
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.passes.measured import MeasuredPass
 from headway.permission import RANDOMNESS
 from headway.units import counted

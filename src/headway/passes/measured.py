@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 from pydantic import Field, ValidationError, field_validator
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part, Timeline
+from headway.graph.computation import Part, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.model import ModelSpec
 from headway.passes.base import Pass, check_apart, check_trained, whole_model, with_timelines

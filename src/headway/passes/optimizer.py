@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part, Timeline
+from headway.graph.computation import Part, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.passes.base import Pass, whole_model, with_timelines
 from headway.torch_private.optimizers import before_every_step

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.passes.loss_scale import LossScale
 from headway.passes.measured import MeasuredModules

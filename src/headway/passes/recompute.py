@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from headway.errors import UnsupportedError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ModuleMemory, PassMemory
 from headway.passes.base import (

@@ -13,7 +13,7 @@ from headway.cluster import Cluster
 from headway.errors import UserError
 from headway.prediction.replayed import predict
 from headway.prediction.workload import Workload
-from headway.replayer.what_if import MAX_WORKERS, WhatIf
+from headway.simulator.what_if import MAX_WORKERS, WhatIf
 from headway.strategies.base import Strategy
 from headway.units import parse_duration_s
 

@@ -13,8 +13,8 @@ from headway.collectives.dataflow import alone
 from headway.collectives.nccl import Kind, choose, fabric_of
 from headway.collectives.selection import native
 from headway.errors import UserError
-from headway.replayer.uncertainty import collectives_error
 from headway.simulation.engine import play
+from headway.simulator.expectation import collectives_error
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from headway.errors import UserError, did_you_mean
+from headway.graph.computation import Point
 from headway.graph.step_layout import LayerTimes
-from headway.graph.timeline import Point
 from headway.models.catalogue import MODELS
 from headway.models.roofline import DEVICES, HALF, PRECISIONS, SINGLE, DataSheet
 from headway.models.table import FLOAT_BYTES

@@ -11,13 +11,12 @@ from pydantic import Field, model_validator
 
 from headway.cluster import Cluster
 from headway.errors import UserError
-from headway.planning.stage_split import Split, SplitLayer, split
 from headway.prediction.tensor_parallel import on_groups, with_all_reduces
 from headway.prediction.workload import WARM_UP_STEPS, Workload
-from headway.replayer.simulate import Simulation, simulate
-from headway.replayer.what_if import WhatIf
 from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.orders import LOOPED_ORDERS
+from headway.simulator.simulate import Simulation, simulate
+from headway.simulator.what_if import WhatIf
 from headway.strategies.base import DATA, DATA_INSIDE, PIPELINE, Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -34,6 +33,7 @@ from headway.strategies.pipeline.cut_job import (
 )
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.stage_times import Split, SplitLayer, split
 
 MICRO_BATCHES_A_STAGE = 4
 SPLITS = 3  # that are replayed, and one that is even

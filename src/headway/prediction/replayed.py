@@ -10,16 +10,15 @@ from typing import Any
 
 from headway.cluster import Cluster
 from headway.errors import UserError
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import Job
 from headway.permission import permitted
 from headway.prediction.pipelines import CHANCE_STEPS, PlacedPipelines, PredictedPipeline, play_pipeline
 from headway.prediction.workload import Workload
-from headway.replayer.memory import peak_bytes
-from headway.replayer.simulate import check_lives_through, simulate
-from headway.replayer.size import times_in_range
-from headway.replayer.uncertainty import UNMEASURED, unfitted
-from headway.replayer.what_if import WhatIf
+from headway.simulator.expectation import UNMEASURED, unfitted
+from headway.simulator.memory import peak_bytes
+from headway.simulator.simulate import check_lives_through, simulate, times_in_range
+from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import carried_out_by, plugin_of

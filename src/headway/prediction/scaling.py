@@ -14,7 +14,7 @@ from headway.plugins import PluginFaultError, asking, leave_out
 from headway.prediction.pipelines import PredictedPipeline
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.workload import Workload
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
 
 NOTICED = 0.002  # a difference that is said to be one

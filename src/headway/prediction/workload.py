@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.cluster import Cluster
-from headway.graph.computation import Computation
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.graph.step_layout import LayerTimes
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.models.roofline import HALF, SINGLE, DataSheet, layer_times

@@ -13,7 +13,7 @@ from headway.clocks.aligning import aligned_ns
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.errors import one_line
 from headway.recording.patching import Now, guarded
-from headway.strategies.partial_all_reduce import observing
+from headway.strategies.partial_all_reduce import averaging
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Round
 from headway.trace.events import GROUP, Event, Kind, Stream
@@ -48,12 +48,12 @@ class RoundWatch:
     @property
     def averages(self) -> bool:
         """Whether a model of this process is averaged in groups, by itself or by another rank of its host."""
-        return self._worker is not None or observing.is_following()
+        return self._worker is not None or averaging.is_following()
 
     def attach(self) -> None:
         """Listen to the runtime."""
         if self._leave is None:
-            self._leave = observing.watch(guarded(self._told))
+            self._leave = averaging.watch(guarded(self._told))
 
     def detach(self) -> None:
         """Listen no more; what was seen is kept."""

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from headway.graph.build import UPDATE, ComputeSpan
-from headway.graph.placed import PlacedTransfer
-from headway.graph.timeline import Part
+from headway.graph.build import UPDATE, ComputeSpan, PlacedTransfer
+from headway.graph.computation import Part
 from headway.replayer.replayer import Replayer
-from headway.replayer.simulate import Simulation
 from headway.scheduling.buckets import BucketSchedule
+from headway.simulator.simulate import Simulation
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Manifest, RankInfo, Trace
 

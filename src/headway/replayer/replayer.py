@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from statistics import median
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,20 +18,15 @@ from headway import files
 from headway.cluster import Cluster
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder
-from headway.job import Job
+from headway.graph.computation import Computation, Part, Point, Timeline
+from headway.graph.recorded import timelines_of
+from headway.job import Job, OptimizerUse
 from headway.network.fit import cluster_from_trace, host_costs, library_of
 from headway.passes.base import Pass, rewritten
 from headway.plan import Plan
 from headway.plugins import asking
-from headway.replayer.expectation import (
-    Expectation,
-    crowded,
-    expected_ms,
-    half_width_ms,
-    share_of_replay,
-)
+from headway.replayer.cut_recording import CUT_SHARE, SPLIT_SHARE, job_under, names_stages
 from headway.replayer.fidelity import check_fidelity
-from headway.replayer.gaps import gap_note
 from headway.replayer.incomplete import (
     check_not_averaged,
     check_pipeline,
@@ -37,21 +35,216 @@ from headway.replayer.incomplete import (
     lacks,
     of_recorded_buckets,
 )
-from headway.replayer.recorded_job import recorded_job
-from headway.replayer.recorded_mesh import recorded_on_mesh
-from headway.replayer.recut import CUT_SHARE, SPLIT_SHARE, job_under, names_stages
-from headway.replayer.simulate import Simulation, Simulator, check_lives_through
-from headway.replayer.size import times_in_range
-from headway.replayer.uncertainty import doubts, unfitted
-from headway.replayer.what_if import WhatIf
+from headway.replayer.measured_effects import measured_effects
+from headway.scheduling.mesh import groups_along
 from headway.scheduling.schedule import Schedule
 from headway.simulation.building import OperationGraph
+from headway.simulator.expectation import (
+    Expectation,
+    crowded,
+    doubts,
+    expected_ms,
+    half_width_ms,
+    share_of_replay,
+    unfitted,
+)
+from headway.simulator.simulate import Simulation, Simulator, check_lives_through, times_in_range
+from headway.simulator.what_if import WhatIf
 from headway.strategies import registry
-from headway.strategies.base import Strategy, decided
+from headway.strategies.base import DATA, PIPELINE, Strategy, decided
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.horizon import Outcome
+from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import plugin_of
-from headway.trace.events import Kind
+from headway.trace.events import Event, Kind, Read
 from headway.trace.format import Trace
+
+LARGE = 0.03  # of a step
+
+
+def gap_ns(ranks: Iterable[Sequence[Timeline]]) -> float:
+    """The mean time between the end of backward and the optimizer's step, without waits and recorded reads.
+
+    If a recorded read fetches all gradients, other time there needs no explanation.
+    """
+    return float(np.mean([_gap_ns(timeline) for timelines in ranks for timeline in timelines]))
+
+
+def gap_note(ranks: Iterable[Sequence[Timeline]], step_ms: float) -> tuple[str, ...]:
+    """What a large gap may mean for plans that are decoupled."""
+    gap_ms = gap_ns(ranks) / 1e6
+    if gap_ms < LARGE * step_ms:
+        return ()
+    return (
+        f"{gap_ms:.1f} ms of each step lie between backward and the optimizer's step, outside of any recorded read of "
+        "gradients. If the script reads .grad there itself, decoupled plans will be slower than predicted, because "
+        "such a read waits for communication.",
+    )
+
+
+def _gap_ns(timeline: Timeline) -> int:
+    total = gap = 0
+    ended = False
+    for item in timeline.items:
+        if item.kind == Point.BACKWARD_END:
+            ended, gap = True, 0
+        elif item.kind == Point.STEP:
+            total += gap if ended else 0
+            ended, gap = False, 0
+        elif item.kind == Part.READ and item.name == Read.LOOK and not item.parameters:
+            ended = False
+        elif item.kind == Part.REST:
+            gap += item.duration_ns
+    return total
+
+
+NO_MESH: Mapping[str, int] = MappingProxyType({})
+
+
+def recorded_mesh(trace: Trace) -> Mapping[str, int]:
+    """Stages and replicas of each, the outermost dimension first; empty for a job without both.
+
+    Raises TraceError where ranks have stages otherwise than along a mesh, or where messages or collectives of gradients
+    are of other groups than those of the mesh.
+    """
+    stages = len(trace.stages)
+    if not stages or stages == trace.world_size or trace.stages_a_rank > 1:
+        return NO_MESH
+    replicas = trace.world_size // stages
+    stage_of = {rank: stage for rank, stage in _stages(trace).items() if stage >= 0}
+    for mesh in ({PIPELINE: stages, DATA: replicas}, {DATA: replicas, PIPELINE: stages}):
+        if stages * replicas == trace.world_size and all(
+            own[stage] == rank
+            for rank, stage in stage_of.items()
+            for own in groups_along(mesh, PIPELINE)
+            if rank in own
+        ):
+            _check_groups(trace, mesh)
+            return MappingProxyType(mesh)
+    raise TraceError(
+        "replay does not support pipelines whose ranks lie otherwise than in a mesh of stages and replicas",
+        got=", ".join(f"stage {stage} on rank {rank}" for rank, stage in sorted(stage_of.items())),
+        expected=f"{stages} stages with as many replicas each, in order",
+        fix="Build process groups with torch.distributed.init_device_mesh.",
+    )
+
+
+def recorded_on_mesh(found: Sequence[Strategy]) -> Strategy:
+    """The strategy of such a job, of those that its ranks were found under. Raises TraceError where it is not known."""
+    data = [each for each in found if each.dimension == DATA]
+    pipelines = [each for each in found if isinstance(each, PipelineStrategy)]
+    if len(data) != 1 or not isinstance(data[0], DistributedDataParallelStrategy):
+        raise TraceError(
+            "replay of pipelines side by side needs stages that are wrapped in DistributedDataParallel",
+            got=", ".join(each.describe() for each in data) or "no strategy for gradients that it knows",
+            fix="Use headway diagnose: its breakdown and its links are valid for these pipelines too.",
+        )
+    order = pipelines[0] if pipelines else PipelineStrategy(order="recorded")
+    return MeshStrategy(pipeline=order, data=data[0])
+
+
+def _stages(trace: Trace) -> dict[int, int]:
+    return {rank: int(events.stage.max(initial=-1)) for rank, events in trace.events.items()}
+
+
+def _check_groups(trace: Trace, mesh: Mapping[str, int]) -> None:
+    """Replicas reduce gradients among themselves, and messages stay within a pipeline."""
+    replicas = {rank: set(own) for own in groups_along(mesh, DATA) for rank in own}
+    pipelines = {rank: set(own) for own in groups_along(mesh, PIPELINE) for rank in own}
+    for rank, events in trace.events.items():
+        reduced = events.of_kind(Kind.COLLECTIVE)
+        for group in np.unique(np.array(reduced.group)[reduced.bucket >= 0]).tolist():
+            if set(trace.members(group)) != replicas[rank]:
+                raise TraceError(
+                    "replay does not support gradients that are reduced among other ranks than a stage's replicas",
+                    got=f"rank {rank} with ranks {', '.join(map(str, sorted(trace.members(group))))}",
+                    expected=f"ranks {', '.join(map(str, sorted(replicas[rank])))}",
+                )  # fmt: skip
+        messages = events.of_kind(Kind.SEND, Kind.RECEIVE)
+        others = set(messages.peer[messages.stage >= 0].tolist()) - pipelines[rank]
+        if others:
+            raise TraceError(
+                "replay does not support pipelines that send each other messages",
+                got=f"rank {rank} to or from rank {min(others)}",
+            )
+
+
+def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True) -> Job:
+    """The job of ``trace`` on ``cluster``, which has as many workers.
+
+    ``has_parameters`` is False where the trace names buckets for parameters. Raises TraceError as
+    ``timelines_of`` does.
+    """
+
+    def timelines(factors: Mapping[str, float]) -> dict[int, tuple[Timeline, ...]]:
+        return {
+            rank: tuple(timeline.undisturbed(cluster.compute_slowdown) for timeline in own)
+            for rank, own in timelines_of(trace, factors).items()
+        }
+
+    refusals = (info.refusals for info in reversed(trace.manifest.ranks))
+    return Job(
+        stages=trace.stages or (trace.model,),
+        boundary_bytes=boundary_bytes(trace),
+        mesh=recorded_mesh(trace),
+        world_size=trace.world_size,
+        cluster=cluster,
+        computation=Computation(timelines({}), with_factors=timelines),
+        optimizers=_optimizers(trace),
+        refusals={name: why for own in refusals for name, why in own.items()},
+        has_parameters=has_parameters,
+        measured=measured_effects(trace),
+    )
+
+
+def boundary_bytes(trace: Trace) -> tuple[int, ...]:
+    """What each stage of a pipeline but the last hands on of one micro-batch: the size of its messages, in the median.
+
+    Activations and their gradients are as large as each other.
+    """
+    if not trace.stages:
+        return ()
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for events in trace.events.values():
+        rows: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
+        for row in events.of_kind(Kind.SEND):
+            if row.stage >= 0:
+                rows[row.step, row.stage, row.micro_batch].append(row)
+        for (_, stage, _), own in rows.items():
+            for boundary, row in zip(_boundaries(stage, own, trace.ranks_of_stages), own, strict=True):
+                sizes[boundary].append(row.size_bytes)
+    return tuple(round(median(sizes[stage] or [0])) for stage in range(len(trace.stages) - 1))
+
+
+def _boundaries(stage: int, rows: Sequence[Event], ranks_of: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """Which boundary each message of one micro-batch that ``stage`` sent has crossed, in the order in which it did.
+
+    Where the stages before and behind are on one rank, the first half are activations, the others gradients.
+    """
+    both = [
+        row.peer in ranks_of.get(stage + 1, ()) and row.peer in ranks_of.get(stage - 1, ()) for row in rows
+    ]
+    activations_left = sum(both) // 2
+    for row, is_both in zip(rows, both, strict=True):
+        forward = row.peer in ranks_of.get(stage + 1, ())
+        if is_both:
+            forward = activations_left > 0
+            activations_left -= 1
+        yield stage if forward else stage - 1
+
+
+def _optimizers(trace: Trace) -> OptimizerUse:
+    """The optimizers that stepped, and how many updates follow one backward, on one rank, in most recorded steps."""
+    names = {row.name for events in trace.events.values() for row in events.of_kind(Kind.OPTIMIZER)}
+    rows = trace.events[min(trace.events)].of_kind(Kind.BACKWARD_PASS, Kind.OPTIMIZER)
+    most: Counter[int] = Counter()
+    behind = 0
+    for index in np.argsort(rows.start_ns, kind="stable").tolist():
+        behind = behind + 1 if rows.kind[index] == Kind.OPTIMIZER else 0
+        step = int(rows.step[index])
+        most[step] = max(most[step], behind)
+    return OptimizerUse(tuple(sorted(filter(None, names))), median(most.values() or [0]))
 
 
 class Replayer:

@@ -16,8 +16,7 @@ from tests.behaviour.decentralised.job import FEATURES, MOMENTUM, RATE, loss, mo
 from torch import nn
 
 from headway.scheduling.groups import pairs_in_turn
-from headway.strategies.partial_all_reduce.contexts import Context
-from headway.strategies.partial_all_reduce.rounds import Round
+from headway.strategies.partial_all_reduce.rounds import Context, Round
 from headway.strategies.partial_all_reduce.runtime import PartialAllReduce, wrap
 
 SECRET = b"a secret of tests"

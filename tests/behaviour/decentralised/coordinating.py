@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from headway.coordination.membership import GroupStart, Member
-from headway.strategies.partial_all_reduce.known import as_json, member_from
+from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart, Member
+from headway.strategies.partial_all_reduce.finishing import as_json, member_from
 
 
 class Server:

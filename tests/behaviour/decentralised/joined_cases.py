@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.coordination.service import child
 from headway.rpc import interface
 from headway.strategies.live.module_spec import model_spec
+from headway.strategies.partial_all_reduce.coordinator import child
 from headway.strategies.partial_all_reduce.wrapper import PartialDataParallel
 
 END_S = 30.0
@@ -193,7 +193,7 @@ def answers_are_lost(
 
 
 def _kill_at_decision(client: Any, pid: int, at: int) -> None:
-    from headway.coordination import messages
+    from headway.strategies.partial_all_reduce.coordinator import messages
 
     hear, seen = client._on_message, [0]
 

@@ -13,9 +13,9 @@ import torch
 from tests import workers
 from tests.behaviour.decentralised import job
 
-from headway.coordination.secret_file import write_secret
-from headway.coordination.service.child import CoordinatorProcess
-from headway.coordination.service.generator_choice import GeneratorChoice
+from headway.strategies.partial_all_reduce.coordinator.child import CoordinatorProcess
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
+from headway.strategies.partial_all_reduce.coordinator.security import write_secret
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tests.coordination.generators.watched import Watched, watched
 
-from headway.coordination.generators.chance import Chance
-from headway.coordination.generators.mixing import Mixing
+from headway.strategies.chance import Chance
+from headway.strategies.partial_all_reduce.generators.queues import Mixing
 
 NO_MIXING = 1000  # a window that no history fills
 MOST_AGE_NS = 2_000_000  # of who waits: longer makes no difference

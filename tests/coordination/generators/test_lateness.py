@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headway.coordination.generators.lateness import Lateness, Pace
+from headway.strategies.partial_all_reduce.generators.queues import Lateness, Pace
 
 MS = 10**6
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.coordination.generators.watched import HOSTS, Watched, restored, watched
 from tests.exhaustive import examples
 
-from headway.coordination.generator import Grant
-from headway.coordination.generators import factory
-from headway.coordination.generators.queues import divided
 from headway.errors import PlanError
+from headway.strategies.partial_all_reduce.generators import rules
+from headway.strategies.partial_all_reduce.generators.generator import Grant
+from headway.strategies.partial_all_reduce.generators.queues import divided
 
 CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("all", {}),
@@ -220,7 +220,7 @@ def test_divisions_have_groups_of_nearly_equal_size(count: int, size: int) -> No
 
 
 def test_what_no_worker_may_do() -> None:
-    for name in factory.names():
+    for name in rules.names():
         world = watched(name, {}, workers=2)
         generator = world.generator
         with pytest.raises(ValueError, match="joined already"):
@@ -253,7 +253,7 @@ def test_random_groups_that_wait_share_nobody() -> None:
 
 
 def test_who_joins_again_waits_until_its_former_group_has_ended() -> None:
-    for name in factory.names():
+    for name in rules.names():
         world = watched(name, {"group_size": 2} if name not in ("all", "pairs") else {}, workers=2)
         world.ask(0)
         world.ask(1)
@@ -283,7 +283,7 @@ def test_states_that_are_none() -> None:
         {"more": 1},
     )
     for change in changes:
-        fresh = factory.generator_of("global-division", {"group_size": 2}, HOSTS, 0)
+        fresh = rules.generator_of("global-division", {"group_size": 2}, HOSTS, 0)
         with pytest.raises(ValueError, match=r"state|validation error"):
             fresh.restore({**state, **change})
 
@@ -297,4 +297,4 @@ def test_options_are_validated() -> None:
         ("pairs", {"neighbours": "few"}, "neighbours"),
     ):
         with pytest.raises(PlanError, match=said):
-            factory.generator_of(name, options, {}, 0)
+            rules.generator_of(name, options, {}, 0)

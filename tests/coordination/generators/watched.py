@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.coordination.generator import Grant, GroupGenerator
-from headway.coordination.generators.factory import generator_of
+from headway.strategies.partial_all_reduce.generators.generator import Grant, GroupGenerator
+from headway.strategies.partial_all_reduce.generators.rules import generator_of
 
 HOSTS = {worker: f"host{worker // 2}" for worker in range(64)}
 

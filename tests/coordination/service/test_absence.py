@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headway.coordination.membership import GroupStart
-from headway.coordination.service import events
-from headway.coordination.service.absence import FACTOR, FIRST_S, LEAST_S, Absences
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.coordination.service.ledger import Decision, Ledger, Said
+from headway.strategies.partial_all_reduce.coordinator import ledger
+from headway.strategies.partial_all_reduce.coordinator.ledger import Decision, Ledger, Said
+from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
+from headway.strategies.partial_all_reduce.coordinator.service import FACTOR, FIRST_S, LEAST_S, Absences
 
 
 def test_whoever_takes_much_longer_than_usual_is_absent_once() -> None:
@@ -106,13 +106,13 @@ class Coordinated:
         self.ledger = Ledger(self.choice.make, "job")
         self.now_ns = 0
         for worker in range(3):
-            self.say(events.Joined(now_ns=0, worker=worker, session="0" * 32, address="a:1", host="a"))
+            self.say(ledger.Joined(now_ns=0, worker=worker, session="0" * 32, address="a:1", host="a"))
 
-    def say(self, event: events.AnyEvent) -> list[Said]:
+    def say(self, event: ledger.AnyEvent) -> list[Said]:
         return list(self.ledger.apply(event))
 
     def ask(self, *workers: int) -> list[Said]:
-        return [said for w in workers for said in self.say(events.Asked(now_ns=0, worker=w, iteration=1))]
+        return [said for w in workers for said in self.say(ledger.Asked(now_ns=0, worker=w, iteration=1))]
 
 
 def _members(said: list[Said]) -> list[int]:
@@ -126,13 +126,13 @@ def test_groups_go_on_without_a_member_that_is_absent_until_it_asks() -> None:
     assert job.ledger.computes(2)
     assert job.ask(0, 1) == []
     assert not job.ledger.computes(1)
-    began = job.say(events.Absented(now_ns=0, worker=2))
+    began = job.say(ledger.Absented(now_ns=0, worker=2))
     assert _members(began) == [0, 1]
     (start,) = began
     job.ledger = Ledger.restored(job.choice.make, job.ledger.snapshot())  # it is known after a crash too
     for worker in (0, 1):
         ended = job.say(
-            events.Voted(now_ns=0, worker=worker, number=start.number, key=start.key, reduced=True)
+            ledger.Voted(now_ns=0, worker=worker, number=start.number, key=start.key, reduced=True)
         )
     assert isinstance(ended[0], Decision)
     assert ended[0].committed
@@ -141,7 +141,7 @@ def test_groups_go_on_without_a_member_that_is_absent_until_it_asks() -> None:
     (group,) = job.ledger.snapshot().groups
     for worker in (0, 1):
         job.say(
-            events.Voted(
+            ledger.Voted(
                 now_ns=0, worker=worker, number=group.start.number, key=group.start.key, reduced=True
             )
         )

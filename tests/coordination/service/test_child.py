@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from tests import limits
 
-from headway.coordination.client import CoordinatorClient
-from headway.coordination.membership import Member
-from headway.coordination.service import child
-from headway.coordination.service.child import CoordinatorProcess, from_environment
-from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.errors import LaunchError
+from headway.strategies.partial_all_reduce.coordinator import child
+from headway.strategies.partial_all_reduce.coordinator.child import CoordinatorProcess, from_environment
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.messages import Member
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 pytestmark = pytest.mark.processes
 
@@ -70,8 +70,8 @@ def test_what_does_not_start_says_why() -> None:
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal, sys\n"
-        "from headway.coordination.service.child import CoordinatorProcess\n"
-        "from headway.coordination.service.generator_choice import GeneratorChoice\n"
+        "from headway.strategies.partial_all_reduce.coordinator.child import CoordinatorProcess\n"
+        "from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "print(CoordinatorProcess(GeneratorChoice('all'), folder=folder).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.coordination.service import events, journal
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.coordination.service.journal import Journal, JournalError
-from headway.coordination.service.ledger import Ledger
+from headway.strategies.partial_all_reduce.coordinator import journal
+from headway.strategies.partial_all_reduce.coordinator import ledger as events
+from headway.strategies.partial_all_reduce.coordinator.journal import Journal, JournalError
+from headway.strategies.partial_all_reduce.coordinator.ledger import Ledger
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 ALL = GeneratorChoice("all")
 

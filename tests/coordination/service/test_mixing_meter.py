@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from headway.coordination.matrices import Consensus, iterations_to_mix
-from headway.coordination.service.mixing_meter import MixingMeter
+from headway.strategies.partial_all_reduce.coordinator.prometheus import MixingMeter
+from headway.strategies.partial_all_reduce.matrices import Consensus, iterations_to_mix
 
 
 def meter_of(workers: int) -> MixingMeter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.coordination.service.narrating import Narrating, NarratingWithMetrics
+from headway.strategies.partial_all_reduce.coordinator.prometheus import Narrating, NarratingWithMetrics
 
 
 def told(observer: Narrating) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.coordination.membership import GroupStart, Member
-from headway.coordination.service import events
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.coordination.service.journal import Journal
-from headway.coordination.service.ledger import Decision, Said
+from headway.strategies.partial_all_reduce.coordinator import ledger
+from headway.strategies.partial_all_reduce.coordinator.journal import Journal
+from headway.strategies.partial_all_reduce.coordinator.ledger import Decision, Said
+from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart, Member
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 WORKERS = 6
 STEPS = 120
@@ -101,11 +101,11 @@ class Play:
         self.journal = Journal(self.path, str(self.choice))
         self.ledger = self.journal.open(self.choice.make, "job")
         assert self.ledger.now_ns <= self.now_ns
-        self.do(events.Booted(now_ns=self.now_ns, boot=f"{self.random.getrandbits(32):08x}"))
+        self.do(ledger.Booted(now_ns=self.now_ns, boot=f"{self.random.getrandbits(32):08x}"))
         for worker in sorted(self.model.members):
             self.withdraw(worker)
 
-    def do(self, event: events.AnyEvent) -> None:
+    def do(self, event: ledger.AnyEvent) -> None:
         said = self.ledger.apply(event)
         self.journal.append(event, said)
         self.model.said(said)
@@ -130,7 +130,7 @@ class Play:
         incarnation = self.model.incarnations.get(worker, 0) + 1
         self.model.joined(Member(worker, incarnation, f"{worker}:1", f"host {worker % 2}"))
         self.do(
-            events.Joined(
+            ledger.Joined(
                 now_ns=self.now_ns, worker=worker, session=f"{self.random.getrandbits(128):032x}",
                 address=f"{worker}:1", host=f"host {worker % 2}",
             )
@@ -138,15 +138,15 @@ class Play:
 
     def leave(self, worker: int) -> None:
         self.model.left(worker)
-        self.do(events.Left(now_ns=self.now_ns, worker=worker, reason=self.random.choice(["left", "lease"])))
+        self.do(ledger.Left(now_ns=self.now_ns, worker=worker, reason=self.random.choice(["left", "lease"])))
 
     def withdraw(self, worker: int) -> None:
         self.model.waiting.discard(worker)
-        self.do(events.Withdrew(now_ns=self.now_ns, worker=worker))
+        self.do(ledger.Withdrew(now_ns=self.now_ns, worker=worker))
 
     def ask(self, worker: int) -> None:
         self.model.waiting.add(worker)
-        self.do(events.Asked(now_ns=self.now_ns, worker=worker, iteration=0))
+        self.do(ledger.Asked(now_ns=self.now_ns, worker=worker, iteration=0))
 
     def vote(self, worker: int, reduced: bool) -> None:
         start = self.ledger.running_with(self.model.members[worker])
@@ -154,7 +154,7 @@ class Play:
         assert not self.ledger.may_vote(self.model.members[worker], start.number, "another")
         self.model.voted(worker, start.number, reduced)
         self.do(
-            events.Voted(
+            ledger.Voted(
                 now_ns=self.now_ns, worker=worker, number=start.number, key=start.key, reduced=reduced
             )
         )
@@ -163,7 +163,7 @@ class Play:
         self.now_ns += self.random.randrange(10**7)
         wake_ns = self.ledger.wake_ns
         if wake_ns is not None and wake_ns <= self.now_ns:
-            self.do(events.Woke(now_ns=self.now_ns))
+            self.do(ledger.Woke(now_ns=self.now_ns))
         worker = self.random.randrange(WORKERS)
         if worker not in self.model.members:
             self.join(worker)

@@ -14,16 +14,18 @@ import pytest
 from tests import limits
 from tests.coordination.simple_generators import All
 
-from headway.coordination.certificates import identity
-from headway.coordination.client import CoordinatorClient
-from headway.coordination.membership import Member
-from headway.coordination.messages import MAX_TO_COORDINATOR_BYTES
-from headway.coordination.secret_file import read_secret, write_secret
-from headway.coordination.service.options import ServiceOptions
-from headway.coordination.service.prometheus import MAX_REPORTED_NAMES, MetricsPort, PrometheusObserver
-from headway.coordination.service.server import ServerThread
-from headway.coordination.transport import SERVER_NAME, parse_address
 from headway.errors import CommunicationError, UserError
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.messages import MAX_TO_COORDINATOR_BYTES, Member
+from headway.strategies.partial_all_reduce.coordinator.options import ServiceOptions
+from headway.strategies.partial_all_reduce.coordinator.prometheus import (
+    MAX_REPORTED_NAMES,
+    MetricsPort,
+    PrometheusObserver,
+)
+from headway.strategies.partial_all_reduce.coordinator.security import identity, read_secret, write_secret
+from headway.strategies.partial_all_reduce.coordinator.server import ServerThread
+from headway.strategies.partial_all_reduce.coordinator.transport import SERVER_NAME, parse_address
 
 LONG_S = 30.0
 SECRET, OTHER = b"a" * 64, b"b" * 64

@@ -9,14 +9,11 @@ import pytest
 from tests import limits
 from tests.coordination.simple_generators import All
 
-from headway.coordination import messages
-from headway.coordination.service import service as service_module
-from headway.coordination.service.absence import LEAST_S
-from headway.coordination.service.leases import Leases
-from headway.coordination.service.ledger import Ledger
-from headway.coordination.service.observer import Observer
-from headway.coordination.service.service import Service
-from headway.coordination.service.stream import Stream
+from headway.strategies.partial_all_reduce.coordinator import messages
+from headway.strategies.partial_all_reduce.coordinator import service as service_module
+from headway.strategies.partial_all_reduce.coordinator.ledger import Ledger
+from headway.strategies.partial_all_reduce.coordinator.observer import Observer
+from headway.strategies.partial_all_reduce.coordinator.service import LEAST_S, Leases, Service, Stream
 
 LEASE_S = 3600.0
 LOOK_S = 0.01

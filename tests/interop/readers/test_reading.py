@@ -12,7 +12,7 @@ import pytest
 from tests.interop.readers.kineto_documents import document, job_events
 
 from headway.errors import TraceError
-from headway.interop.readers import reading
+from headway.interop.readers import importing
 from headway.interop.readers.importing import import_trace
 from headway.trace.folder import load_trace
 
@@ -32,7 +32,7 @@ def test_side_by_side_is_the_same_as_one_after_the_other(
 ) -> None:
     seen: list[tuple[int, int]] = []
     import_trace(source, tmp_path / "one")
-    monkeypatch.setattr(reading, "WORTH_BYTES", 0)
+    monkeypatch.setattr(importing, "WORTH_BYTES", 0)
     import_trace(source, tmp_path / "many", workers=2, progress=lambda done, of: seen.append((done, of)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     one, many = load_trace(tmp_path / "one"), load_trace(tmp_path / "many")
@@ -58,8 +58,8 @@ def test_processes_that_die_take_only_what_they_had(
 ) -> None:
     for rank in range(8):
         (source / f"rank{rank}.json").write_bytes(document(job_events(), rank=rank, world=8))
-    monkeypatch.setattr(reading, "WORTH_BYTES", 0)
-    monkeypatch.setattr(reading, "_read_apart", dies)
+    monkeypatch.setattr(importing, "WORTH_BYTES", 0)
+    monkeypatch.setattr(importing, "_read_apart", dies)
     with pytest.raises(TraceError, match=r"rank\d\.json could not be read; got its reader ended"):
         import_trace(source, tmp_path / "strict", workers=2)
     done = import_trace(source, tmp_path / "lenient", workers=2, lenient=True)

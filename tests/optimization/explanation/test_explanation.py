@@ -11,7 +11,7 @@ from headway.optimization.explanation import Choice, Explanation, PathParts, exp
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.replayer.replayer import Replayer
-from headway.replayer.what_if import WhatIf
+from headway.simulator.what_if import WhatIf
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 

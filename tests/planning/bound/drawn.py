@@ -17,9 +17,8 @@ from headway.compression.cast import Cast
 from headway.compression.int8 import Int8
 from headway.compression.top_k import TopK
 from headway.errors import PlanError
-from headway.graph.computation import Computation
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.graph.step_layout import StepProfile
-from headway.graph.timeline import Item, Part, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.planning.bound import Form

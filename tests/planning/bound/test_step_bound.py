@@ -18,8 +18,8 @@ from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.planning.bound import Form, OwnBounds, bound_of, form_of, least_sent_share
 from headway.planning.bound.step_bound import COMPUTATION
-from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
+from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

@@ -12,8 +12,7 @@ from tests.models import layered_model
 from headway.cluster import Cluster, Host
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.scheduling.buckets import Part as BucketPart
 from headway.strategies.data_parallel.asynchronous_servers.horizon import over_a_horizon, staleness_of

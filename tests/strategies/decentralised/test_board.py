@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from headway.strategies.partial_all_reduce import board as boards
-from headway.strategies.partial_all_reduce.board import Board, RoomClosedError
+from headway.strategies.partial_all_reduce import peers as boards
+from headway.strategies.partial_all_reduce.peers import Board, RoomClosedError
 
 
 def soon() -> float:

@@ -16,15 +16,14 @@ from tests.strategies.decentralised import plain_loop
 from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_REDUCE, RING
 from headway.collectives.selection import Selection
-from headway.coordination.generators.factory import generator_of
-from headway.coordination.matrices import Consensus
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.scheduling.groups import CoordinatedGroups, pairs_in_turn
 from headway.simulation.engine import play
 from headway.strategies.horizon import Outcome
-from headway.strategies.partial_all_reduce.cosimulation import CoSimulation
-from headway.strategies.partial_all_reduce.scenario import Iterations, Scenario
+from headway.strategies.partial_all_reduce.cosimulation import CoSimulation, Iterations, Scenario
+from headway.strategies.partial_all_reduce.generators.rules import generator_of
+from headway.strategies.partial_all_reduce.matrices import Consensus
 
 SIZE_BYTES = 1_000_000
 GENERATORS: list[tuple[str, dict[str, Any]]] = [

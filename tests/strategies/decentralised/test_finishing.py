@@ -10,12 +10,10 @@ import pytest
 import torch
 from tests import limits
 
-from headway.coordination.membership import Member
 from headway.errors import CommunicationError
 from headway.strategies.live.averaged import Flat
-from headway.strategies.partial_all_reduce.finals import Final, Finals
-from headway.strategies.partial_all_reduce.finishing import Finished, Finishing
-from headway.strategies.partial_all_reduce.known import Known
+from headway.strategies.partial_all_reduce.coordinator.messages import Member
+from headway.strategies.partial_all_reduce.finishing import Final, Finals, Finished, Finishing, Known
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 
 SECRET = b"secret"

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.strategies.partial_all_reduce.handing_down import Told
-from headway.strategies.partial_all_reduce.host_ranks import OtherOfHost
+from headway.strategies.partial_all_reduce.host_ranks import OtherOfHost, Told
 
 
 class NothingHandedDown:

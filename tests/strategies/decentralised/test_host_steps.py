@@ -11,15 +11,14 @@ from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
 from headway.errors import PlanError, UnsupportedError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.incidents import Incidents
 from headway.job import Job
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.partial_all_reduce import horizon
-from headway.strategies.partial_all_reduce.host_steps import cluster_of_hosts, hand_down_ns
+from headway.strategies.partial_all_reduce.horizon import cluster_of_hosts, hand_down_ns
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.registry import plugin_named
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from headway.coordination.membership import Member
 from headway.errors import CommunicationError, UserError
 from headway.strategies.partial_all_reduce import frames, joining
+from headway.strategies.partial_all_reduce.coordinator.messages import Member
 from headway.strategies.partial_all_reduce.joining import (
+    Snapshots,
     WorkerState,
     fetch,
     state_of,
@@ -22,7 +23,6 @@ from headway.strategies.partial_all_reduce.joining import (
     take_over_moments,
 )
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
-from headway.strategies.partial_all_reduce.snapshots import Snapshots
 
 SECRET = b"secret"
 OWN = Member(1, 0, "127.0.0.1:1", "here")

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from headway.coordination.service.child import ADDRESS_VARIABLE, SECRET_VARIABLE
-from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.strategies.partial_all_reduce import meeting
+from headway.strategies.partial_all_reduce.coordinator.child import ADDRESS_VARIABLE, SECRET_VARIABLE
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
 CHOICE = GeneratorChoice("first-come")
 SECRET = "a secret that a user has made for many jobs"

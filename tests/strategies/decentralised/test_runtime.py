@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from headway.coordination.membership import GroupStart, Member
 from headway.errors import HeadwayWarning, UnsupportedError, UserError
+from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart, Member
 from headway.strategies.partial_all_reduce.joining import WorkerState
-from headway.strategies.partial_all_reduce.options import Progress
-from headway.strategies.partial_all_reduce.runtime import UNSTEPPED, PartialAllReduce, wrap
+from headway.strategies.partial_all_reduce.runtime import UNSTEPPED, PartialAllReduce, Progress, wrap
 
 
 class Alone:

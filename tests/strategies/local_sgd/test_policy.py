@@ -9,11 +9,9 @@ import pytest
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
-from headway.coordination.matrices import Consensus
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.permission import LOCAL_STEPS
 from headway.scheduling.periods import OuterStep, PeriodicSchedule
@@ -21,6 +19,7 @@ from headway.strategies.data_parallel.local_sgd.footprint import footprint
 from headway.strategies.data_parallel.local_sgd.horizon import mean_spread, over_a_horizon
 from headway.strategies.data_parallel.local_sgd.plugin import PLUGIN
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.partial_all_reduce.matrices import Consensus
 
 STEP_NS = 10_000_000
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.strategies.pipeline.keepers import objects_in
+from headway.strategies.pipeline.tracing import objects_in
 
 
 class _Cache:

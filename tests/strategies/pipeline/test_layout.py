@@ -11,8 +11,8 @@ import pytest
 
 from headway.cluster import Cluster, Host
 from headway.graph.build import GraphBuilder
+from headway.graph.computation import Item, Part, Timeline
 from headway.graph.step_layout import lay_out_ranks
-from headway.graph.timeline import Item, Part, Timeline
 from headway.scheduling.pipeline.orders import (
     eager_one_forward_one_backward,
     gpipe,

@@ -9,16 +9,14 @@ from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
 from headway.errors import PlanError, UnsupportedError, UserError
-from headway.graph.build import GraphBuilder
-from headway.graph.computation import Computation
-from headway.graph.group import GroupGraph
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.build import GraphBuilder, GroupGraph
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job, OptimizerUse
 from headway.optimization.search import candidate_strategies
 from headway.plan import Plan
-from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import GatherMode
 from headway.scheduling.mesh import groups_along
+from headway.simulator.simulate import simulate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import HalvedBackward, ModelSpec, ParameterSpec, StageMemory
 from headway.strategies.pipeline.micro_batch_sizes import between, counts_between, unlike

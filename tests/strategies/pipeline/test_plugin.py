@@ -12,8 +12,7 @@ from torch import nn
 
 from headway.cluster import Cluster, Host
 from headway.errors import PlanError
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.job import Job
 from headway.strategies.pipeline.plugin import PLUGIN, pipelined
 from headway.strategies.pipeline.policy import PipelineStrategy

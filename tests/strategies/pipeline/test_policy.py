@@ -11,15 +11,15 @@ from tests.strategies.pipeline.test_layout import UNIT_NS, UNITS, a_cluster, tim
 from headway.errors import PlanError, UserError
 from headway.graph.computation import Computation
 from headway.job import Job
-from headway.replayer.simulate import simulate
 from headway.scheduling.pipeline.orders import (
     eager_one_forward_one_backward,
     gpipe,
     grouped,
     one_forward_one_backward,
 )
+from headway.simulator.simulate import simulate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.pipeline.candidates import group_sizes, step_bound_ms
+from headway.strategies.pipeline.plugin import group_sizes, step_bound_ms
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import plugin_named, plugin_of
 

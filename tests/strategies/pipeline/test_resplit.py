@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from headway.errors import PlanError
+from headway.strategies.pipeline.plugin import split_as_planned
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.resplit import split_as_planned
 
 PLANNED = PipelineStrategy(micro_batches=2, script_micro_batches=8)
 

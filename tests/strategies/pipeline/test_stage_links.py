@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from headway.cluster import Cluster, Host
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import Chain, ChainLink, ModelSpec, ParameterSpec
-from headway.replayer.simulate import simulate
+from headway.simulator.simulate import simulate
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_links import StageLinks, why_not_split
 
@@ -124,7 +123,7 @@ def test_why_nothing_is_known() -> None:
 
 
 def test_messages_of_a_recorded_order_have_the_new_sizes() -> None:
-    from headway.graph.timeline import MessageEnd
+    from headway.graph.computation import MessageEnd
 
     job = a_job(UNEVEN)
     message = Item(

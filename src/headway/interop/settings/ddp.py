@@ -6,8 +6,7 @@ from typing import Any
 
 from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
-from headway.interop.settings.python_file import literal, python_file
-from headway.interop.settings.python_passes import in_torch
+from headway.interop.settings.python_passes import in_torch, literal, python_file
 from headway.scheduling.fusion import MIB, bucket_caps_mb
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

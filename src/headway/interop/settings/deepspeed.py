@@ -8,8 +8,7 @@ from typing import Any
 from headway import files
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.elements import one_size
-from headway.interop.settings.python_file import python_file
-from headway.interop.settings.python_passes import InTorch, in_torch
+from headway.interop.settings.python_passes import InTorch, in_torch, python_file
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.precision import Precision

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, unexpressed
-from headway.interop.settings.python_file import literal, python_file
-from headway.interop.settings.python_passes import in_torch
+from headway.interop.settings.python_passes import in_torch, literal, python_file
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.decoupled.policy import DecoupledStrategy

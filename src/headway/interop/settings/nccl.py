@@ -17,7 +17,7 @@ from headway.collectives.nccl import Algorithm, Choice, Kind, Protocol, choose, 
 from headway.errors import UserError
 from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.tuner_table import ANY, ANY_SIZE, COLLECTIVES, TunerRule, table
-from headway.replayer.uncertainty import collectives_error
+from headway.simulator.expectation import collectives_error
 from headway.strategies.base import DATA
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

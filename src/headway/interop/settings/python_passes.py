@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pprint
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.interop.settings.python_file import literal
+from headway.errors import one_line
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.compile import Compile
@@ -13,6 +14,20 @@ from headway.passes.input_workers import InputWorkers
 from headway.passes.optimizer import OptimizerImplementation
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
+from headway.version import __version__
+
+
+def python_file(gist: str, lacks: tuple[str, ...], body: str) -> str:
+    """A module that says at its top what it does of a plan and what not, in a comment of printable lines."""
+    head = [f"# Written by Headway {__version__}: {one_line(gist)}."]
+    head += [f"# Left out: {one_line(lack)}." for lack in lacks]
+    return "\n".join(head) + "\n\n" + body.strip("\n") + "\n"
+
+
+def literal(value: object) -> str:
+    """``value``, of plain types, as Python writes it, over several lines where it is long."""
+    return pprint.pformat(value, width=100, compact=True, sort_dicts=False)
+
 
 _RECOMPUTE = '''
 def recompute(module):

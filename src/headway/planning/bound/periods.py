@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.computation import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 
 Form = Literal["all-reduce", "gradients", "parameters"]

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.graph.timeline import Part, Timeline
+from headway.graph.computation import Part, Timeline
 from headway.job import Job
 from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
 from headway.planning.bound.lateness import Work, least_lateness

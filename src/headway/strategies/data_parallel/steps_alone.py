@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from headway.job import Job
-from headway.strategies.partial_all_reduce.scenario import parts_of
+from headway.strategies.partial_all_reduce.cosimulation import parts_of
 
 
 def steps_alone_ns(job: Job, without: Collection[str] = ()) -> Sequence[Sequence[int]]:

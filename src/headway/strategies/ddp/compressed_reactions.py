@@ -12,7 +12,7 @@ from headway.collectives.algorithms import NCCL
 from headway.collectives.selection import native
 from headway.compression.codec import MOST_EXCHANGES, slowdown_of, stretches_ns
 from headway.graph.build import CODEC, GraphBuilder, RankCursor
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.scheduling.buckets import Bucket, BucketSchedule
 from headway.strategies.ddp.policy import COMPRESSED_CHANNELS
 

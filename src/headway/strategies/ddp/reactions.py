@@ -13,8 +13,8 @@ from collections import defaultdict
 from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Part
 from headway.graph.step_layout import InRecordedOrder
-from headway.graph.timeline import Part
 from headway.job import Job
 from headway.scheduling.buckets import BucketReadiness, BucketSchedule
 from headway.strategies.ddp.compressed_reactions import Compressed

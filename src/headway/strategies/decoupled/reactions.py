@@ -15,8 +15,8 @@ from headway.cluster import (
 )
 from headway.collectives.algorithms import NCCL
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Item, Part
 from headway.graph.step_layout import InRecordedOrder
-from headway.graph.timeline import Item, Part
 from headway.job import Job
 from headway.scheduling.buckets import BucketReadiness, BucketSchedule
 from headway.strategies.decoupled.jobs import Jobs

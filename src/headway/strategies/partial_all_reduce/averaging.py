@@ -13,15 +13,52 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 
-from headway.coordination.membership import Coordinator, GroupStart
 from headway.errors import HeadwayError, InternalError, one_line
 from headway.strategies.live.averaged import Flat, Layout
-from headway.strategies.partial_all_reduce import observing
+from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, GroupStart
+from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.rounds import OUTCOME_S, Copies, Ending, Round, Rounds
+
+Told = Callable[[Worker, Round], None]
+"""Takes a worker of this process and a round of it, at its end, on the thread that trains. It must not raise."""
+
+_watching: list[Told] = []
+
+
+def watch(told: Told) -> Callable[[], None]:
+    """Have ``told`` called from now on, until what is returned is called."""
+    _watching.append(told)
+
+    def leave() -> None:
+        if told in _watching:
+            _watching.remove(told)
+
+    return leave
+
+
+_following: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def follows(model: object) -> None:
+    """This process trains ``model``, whose rounds another rank of its host goes through."""
+    _following.add(model)
+
+
+def is_following() -> bool:
+    """Whether a model of this process takes over what another rank averages."""
+    return bool(_following)
+
+
+def tell(worker: Worker, ended: Round) -> None:
+    """A round has ended."""
+    for told in _watching:
+        told(worker, ended)
+
 
 Observer = Callable[[Round], None]
 """Told of each round at its end, on the thread that trains. What it raises is not caught."""
@@ -200,7 +237,7 @@ class Averaging:
         if ended.ending is Ending.COMMITTED:
             self.last = ended
         self._coordinator.report(ended.metrics())
-        observing.tell(self._rounds.worker, ended)
+        tell(self._rounds.worker, ended)
         if self._observer is not None:
             self._observer(ended)
 

@@ -3,22 +3,156 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import Selection, native
-from headway.coordination.generator import Grant, GroupGenerator
-from headway.coordination.generators.factory import generator_of
-from headway.coordination.matrices import Consensus, iterations_to_mix
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Part, Point, Timeline
 from headway.graph.deciding import NO_RANK, Decision, Decisions
+from headway.incidents import Incidents
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
+from headway.strategies.chance import jittered, slowed
 from headway.strategies.horizon import GroupRun, Outcome
-from headway.strategies.partial_all_reduce.scenario import Iterations, Scenario
-from headway.strategies.partial_all_reduce.scheduled import ScheduledGroups
+from headway.strategies.partial_all_reduce.generators.attendance import Attendance, State
+from headway.strategies.partial_all_reduce.generators.generator import (
+    GeneratorOptions,
+    Grant,
+    GroupGenerator,
+    Worker,
+)
+from headway.strategies.partial_all_reduce.generators.rules import generator_of
+from headway.strategies.partial_all_reduce.matrices import Consensus, iterations_to_mix
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Times are nanoseconds from the start.
+
+    What happens until ``from_ns`` is a warm-up; nothing is simulated from ``until_ns`` on. ``deaths`` and ``joins``
+    are (time, rank): a rank that joins first is not there from the start; one may join again after its death. Every
+    iteration takes, with the probability ``slow_share``, ``slow_factor`` times as long, and a share of up to ``jitter``
+    more or less, by ``seed``.
+    """
+
+    until_ns: int
+    from_ns: int = 0
+    deaths: Sequence[tuple[int, int]] = ()
+    joins: Sequence[tuple[int, int]] = ()
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.from_ns < self.until_ns:
+            raise ValueError(f"no time lies between {self.from_ns} ns and {self.until_ns} ns")
+        if any(time_ns < 1 for time_ns, _ in (*self.deaths, *self.joins)):
+            raise ValueError("ranks die and join after the start")
+        if (rank := self._incidents.twice()) is not None:
+            raise ValueError(f"rank {rank} dies or joins twice, one time after the other")
+
+    @property
+    def _incidents(self) -> Incidents:
+        return Incidents(deaths=tuple(self.deaths), joins=tuple(self.joins))
+
+    def absent_first(self, rank: int) -> bool:
+        """Whether a rank is not there from the start: the first that happens to it is that it joins."""
+        happens = self._incidents.of(rank)
+        return bool(happens) and happens[0][1]
+
+    def factor(self, rank: int, iteration: int) -> float:
+        """How many times as long as usual an iteration of a rank takes."""
+        slow = slowed(self.slow_share, self.slow_factor, self.seed, rank, iteration)
+        return slow * jittered(self.jitter, self.seed, rank, iteration)
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """What each rank computes: its steps one after the other, again and again.
+
+    ``steps[rank][position]`` are the parts of a step and their times (ns), without any communication.
+    """
+
+    steps: Sequence[Sequence[Sequence[tuple[str, int]]]]
+    scenario: Scenario
+    factors: Mapping[int, float] = field(default_factory=dict)  # of single ranks, besides
+
+    def of(self, rank: int, iteration: int) -> Sequence[tuple[str, int]]:
+        """The parts of an iteration, in order."""
+        own = self.steps[rank]
+        factor = self.scenario.factor(rank, iteration) * self.factors.get(rank, 1.0)
+        return [(part, round(time_ns * factor)) for part, time_ns in own[iteration % len(own)]]
+
+
+def parts_of(timeline: Timeline) -> tuple[tuple[str, int], ...]:
+    """What a rank computes in a step that communicates nothing until its end.
+
+    The collectives of the recorded strategy are not there, and so neither is what it did with their results; nor are
+    those of the script itself, such as the average of a loss: they would bring ranks together at every step.
+    """
+    parts: list[tuple[str, int]] = []
+    optimizer_ns = timeline.optimizer_ns
+    for item in timeline.items:
+        if item.kind == Point.STEP:
+            kind, time_ns, optimizer_ns = Part.OPTIMIZER, optimizer_ns, 0
+        elif item.kind in (Part.OPTIMIZER, Part.FINALIZE):
+            continue
+        else:
+            kind, time_ns = item.kind, item.duration_ns
+        if time_ns <= 0:
+            continue
+        if parts and parts[-1][0] == kind:
+            parts[-1] = (kind, parts[-1][1] + time_ns)
+        else:
+            parts.append((kind, time_ns))
+    return tuple(parts) or ((Part.REST, 1),)
+
+
+class ScheduledState(State):
+    """What it knows: the round that each worker asked for last, -1 for none."""
+
+    rounds: tuple[int, ...]
+
+
+class ScheduledGroups(Attendance[GeneratorOptions]):
+    """The groups of a ``GroupSchedule``, each in the round in which its members are. Nobody may leave.
+
+    Live ranks know the schedule and need no coordinator.
+    """
+
+    name: ClassVar[str] = "static"
+    state_class: ClassVar[type[State]] = ScheduledState
+
+    def __init__(self, schedule: GroupSchedule, hosts: Mapping[Worker, str]) -> None:
+        super().__init__(GeneratorOptions(), hosts, 0)
+        self._schedule = schedule
+        self._rounds = [-1] * schedule.world_size
+
+    def _asked(self, worker: Worker, now_ns: int) -> None:
+        self._rounds[worker] += 1
+
+    def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
+        del now_ns
+        for worker in sorted(self.waiting):
+            if worker not in self.waiting:
+                continue
+            round_ = self._rounds[worker]
+            group = self._schedule.group_of(worker, round_) or (worker,)
+            if all(self._is_ready(each) and self._rounds[each] == round_ for each in group):
+                yield group
+
+    def _known(self) -> dict[str, Any]:
+        return {**super()._known(), "rounds": tuple(self._rounds)}
+
+    def _take(self, state: Any) -> None:
+        super()._take(state)
+        self._rounds = list(state.rounds)
+
 
 ASKS, IS_DONE, WAKES, HAPPENS = "asks", "group is done", "wakes", "happens"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from headway.rpc.trusted import receive_exactly, remaining_s
+from headway.rpc.trusted import TrustedServer, receive_exactly, remaining_s
+from headway.strategies.partial_all_reduce.coordinator.transport import format_address
 
 Header = Mapping[str, Any]
 
@@ -50,3 +52,33 @@ def receive(
     if not isinstance(header, dict):
         raise FrameError("a frame's header is no object")
     return header, receive_exactly(connection, payload_bytes, deadline)
+
+
+class FrameServer:
+    """Has ``answer`` called with every connection to ``address``, on a thread of its own, until that ends.
+
+    Raises OSError where it cannot listen on ``host``.
+    """
+
+    def __init__(
+        self, host: str, secret: bytes, answer: Callable[[socket.socket], None], *, capacity: int, name: str
+    ) -> None:
+        self._answer = answer
+        self._connections: set[socket.socket] = set()
+        self._server = TrustedServer(host, secret, self._kept, capacity=capacity, name=name)
+        self.address = format_address(host, self._server.port)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._server.close()
+        for connection in list(self._connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _kept(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connections.add(connection)
+        try:
+            self._answer(connection)
+        finally:
+            self._connections.discard(connection)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.collectives.hierarchical import Hosts
-from headway.coordination.client import CoordinatorClient
 from headway.errors import HeadwayWarning, UnsupportedError
 from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
@@ -22,17 +21,21 @@ from headway.strategies.live.existing_group import existing_group
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.live.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.live.unfinished import Unfinished, of_hosts
-from headway.strategies.partial_all_reduce import coordinated, scheduled_coordinator
+from headway.strategies.partial_all_reduce import meeting as coordinated
+from headway.strategies.partial_all_reduce import scheduled_coordinator
 from headway.strategies.partial_all_reduce.averaging import Observer
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
 from headway.strategies.partial_all_reduce.finishing import Finished
-from headway.strategies.partial_all_reduce.handing_down import HandingDown
-from headway.strategies.partial_all_reduce.host_ranks import FirstOfHost, OtherOfHost, check_same
-from headway.strategies.partial_all_reduce.launching import choice_of
-from headway.strategies.partial_all_reduce.meeting import Meeting
-from headway.strategies.partial_all_reduce.options import JOIN_LIMIT_S, check_bare
+from headway.strategies.partial_all_reduce.host_ranks import FirstOfHost, HandingDown, OtherOfHost, check_same
+from headway.strategies.partial_all_reduce.meeting import Meeting, choice_of
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Round
-from headway.strategies.partial_all_reduce.runtime import SCALER_FIX, PartialAllReduce
+from headway.strategies.partial_all_reduce.runtime import (
+    JOIN_LIMIT_S,
+    SCALER_FIX,
+    PartialAllReduce,
+    check_bare,
+)
 from headway.strategies.partial_all_reduce.wrapper import FIX, check_options
 
 OWN = ("process_group", "init_sync")

@@ -1,9 +1,4 @@
-"""Meeting: the ranks of a process group find each other, and the coordinator that forms their groups.
-
-They use the job's store once, when a model is wrapped, and not while it trains. The coordinator is the one that rank
-0's environment names, which a launcher or a user has put there; where there is none, rank 0 starts one, which ends with
-it.
-"""
+"""Workers find each other: a launcher's coordinator, who is on which host, and joining it."""
 
 from __future__ import annotations
 
@@ -11,30 +6,64 @@ import atexit
 import hmac
 import json
 import socket
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.coordination import transport
-from headway.coordination.service.child import (
+from headway.errors import CommunicationError, UnsupportedError, UserError
+from headway.rpc import interface
+from headway.rpc.trusted import new_secret
+from headway.strategies.partial_all_reduce.coordinator import transport
+from headway.strategies.partial_all_reduce.coordinator.child import (
     ADDRESS_VARIABLE,
     SECRET_VARIABLE,
     CoordinatorProcess,
     from_environment,
 )
-from headway.coordination.service.generator_choice import GeneratorChoice
-from headway.errors import CommunicationError, UserError
-from headway.rpc import interface
-from headway.rpc.trusted import new_secret
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
+
+
+@contextmanager
+def coordinator(strategy: PartialAllReduceStrategy) -> Iterator[Mapping[str, str]]:
+    """Serve workers on this host while the block runs; gives the variables by which they find it.
+
+    None where the environment names a coordinator already. Raises LaunchError where it does not start.
+    """
+    if from_environment() is not None:
+        yield {}
+        return
+    process = CoordinatorProcess(choice_of(strategy))
+    try:
+        yield process.environment()
+    finally:
+        process.close()
+
+
+def choice_of(strategy: PartialAllReduceStrategy) -> GeneratorChoice:
+    """Who forms the groups of ``strategy``, which are not static."""
+    return GeneratorChoice(strategy.groups, strategy.generator_options, strategy.seed)
+
 
 MAX_SAID = 4096
 _runs = count(1)
 _started: dict[tuple[str, str], CoordinatorProcess] = {}
+
+
+# Meeting: the ranks of a process group find each other, and the coordinator that forms their groups.
+#
+# They use the job's store once, when a model is wrapped, and not while it trains. The coordinator is the one that rank
+# 0's environment names, which a launcher or a user has put there; where there is none, rank 0 starts one, which ends with
+# it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +223,53 @@ def _read(said: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CommunicationError("a rank said what nobody can read")
     return found
+
+
+class Closable(Protocol):
+    """A wrapped model whose training ends."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has finished, or was closed."""
+
+
+_trained: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def refuse_second() -> None:
+    """Raise UnsupportedError where this process has a coordinated model that has not finished: it is one worker."""
+    if any(not each.is_closed for each in _trained):
+        raise UnsupportedError(
+            "a process has one model that a coordinator's groups average", got="another one",
+            expected="one, or static groups", fix="Call headway.finish(model) of the first one, or put both into one.",
+        )  # fmt: skip
+
+
+def is_trained(wrapped: Closable) -> None:
+    """From now on ``wrapped`` is the coordinated model of this process, until it is closed."""
+    _trained.add(wrapped)
+
+
+def join(
+    meeting: Meeting,
+    choice: GeneratorChoice,
+    found: Coordination,
+    construct: Callable[[CoordinatorClient], PartialAllReduce],
+) -> PartialAllReduce:
+    """Have ``construct`` make this worker, who joins when the first one has. ``meeting`` has ``found`` the coordinator.
+
+    Raises UserError where the coordinator forms other groups than ``choice``, and what ``construct`` raises.
+    """
+    try:
+        meeting.after_the_first()
+        worker = construct(client := CoordinatorClient(found.address, found.secret))
+        if client.generator not in (None, str(choice)):
+            worker.close()
+            raise UserError(
+                "the coordinator forms other groups than the plan says", got=client.generator,
+                expected=str(choice), fix="Start it with headway coordinate --plan, or leave it to headway run.",
+            )  # fmt: skip
+    except BaseException as error:
+        meeting.give_up(error)
+        raise
+    return worker

@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headway.collectives.algorithms import NCCL
 from headway.errors import UnsupportedError
 from headway.job import Job
+from headway.model import ModelSpec
+from headway.permission import ASYNCHRONOUS
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
 from headway.strategies.injection import Injection
-from headway.strategies.partial_all_reduce.candidates import proposal
-from headway.strategies.partial_all_reduce.footprint import footprint
-from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.host_wrapper import HostDataParallel
+from headway.strategies.partial_all_reduce.policy import STATIC, PartialAllReduceStrategy
+from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
+from headway.strategies.partial_all_reduce.scheduled_coordinator import ScheduledCoordinator
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -26,6 +29,87 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+
+
+def in_force(wrapped: Any) -> InForce | None:
+    """The options of its strategy, as far as the wrapper knows them; None where it is no such model.
+
+    Who forms groups is the coordinator's matter: a wrapper without a plan only knows whether there is one.
+    """
+    if isinstance(wrapped, HostDataParallel) and wrapped.worker is not None:
+        return InForce(wrapped.strategy.model_dump(mode="json", exclude_defaults=True))
+    if not isinstance(wrapped, PartialAllReduce):
+        return None
+    planned = getattr(wrapped, "strategy", None)
+    if isinstance(planned, PartialAllReduceStrategy):
+        return InForce(planned.model_dump(mode="json", exclude_defaults=True))
+    options: dict[str, Any] = {
+        "staleness": wrapped._averaging.staleness,
+        "moments": wrapped._policies["moments"],
+    }
+    if isinstance(wrapped.coordinator, ScheduledCoordinator):
+        options["groups"] = STATIC
+    return InForce(options)
+
+
+SIZES = (2, 4, 8)  # of groups
+STALENESS: tuple[Literal[0, 1], ...] = (0, 1)
+LATENESS_THRESHOLD = 1.0  # equal ranks never come so late, and one twice as slow as its host does
+MOST_RANKS = 256  # a simulation takes time in proportion to their number
+
+
+def proposal(job: Job) -> Proposal:
+    """A handful: groups of whoever has come, of several sizes; by a schedule; across hosts, whose ranks may be one
+    worker; pairs. With no bound."""
+    if job.world_size < 2:
+        return Proposal()
+    if why := _why_not(job):
+        return Proposal(note=f"partial all-reduce was not considered: {why}", about_permitted=ASYNCHRONOUS)
+    own = PartialAllReduceStrategy
+    sizes = [size for size in SIZES if size < job.world_size] or [2]
+    found = [own(group_size=size, staleness=staleness) for size in sizes for staleness in STALENESS]
+    found += [own(groups=STATIC, staleness=staleness).spelled_out(job) for staleness in STALENESS]
+    hosts = job.on.hosts
+    if len(hosts) > 1 and any(host.workers > 1 for host in hosts):
+        found += [
+            own(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
+            for staleness in STALENESS
+        ]
+        together = [own(groups=STATIC, within_hosts="all-reduce", staleness=each) for each in STALENESS]
+        found += [strategy.spelled_out(job) for strategy in together]
+        if len(hosts) > 2:
+            found.append(own(within_hosts="all-reduce", group_size=2, staleness=1))
+    if job.world_size > 2:
+        found.append(own(groups="pairs", staleness=1))
+    return Proposal(tuple(found))
+
+
+def _why_not(job: Job) -> str:
+    if refusal := job.refusals.get(PartialAllReduceStrategy.name):
+        return refusal
+    if job.world_size > MOST_RANKS:
+        return f"{job.world_size} ranks, and a search simulates at most {MOST_RANKS} that come as they will"
+    return ""
+
+
+def averaged_bytes(model: ModelSpec, strategy: PartialAllReduceStrategy | None) -> int:
+    """What the members of a group average: parameters, and the optimizer's state where that is averaged too."""
+    moments = strategy is not None and strategy.moments == "averaged"
+    return model.size_bytes + (model.optimizer_state_bytes or 0) * moments
+
+
+def footprint(model: ModelSpec, staleness: int, ddp_bytes: int = 0) -> Footprint:
+    """What one rank holds; with staleness also the parameters that its group began with.
+
+    ``ddp_bytes`` are the buckets of ranks that all-reduce within hosts; then it is what the first rank of a host holds.
+    Of averaged moments a copy is held too, which is not counted: a schedule does not tell.
+    """
+    return Footprint(
+        buffers_bytes=model.size_bytes * (1 + staleness) + ddp_bytes,
+        state_bytes=model.optimizer_state_bytes or 0,
+        gradients_apart=True,
+        updated_share=1.0,
+    )
 
 
 BY_GLOO = "groups average on the CPU over connections of Gloo's, not by NCCL, whose costs and rates may not hold there"
@@ -90,7 +174,7 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
         return _Injection()
 
     def launched_with(self, strategy: PartialAllReduceStrategy) -> AbstractContextManager[Mapping[str, str]]:
-        from headway.strategies.partial_all_reduce.launching import coordinator
+        from headway.strategies.partial_all_reduce.meeting import coordinator
 
         return nullcontext({}) if strategy.is_static else coordinator(strategy)
 
@@ -101,7 +185,6 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
         return PartialAllReduce, HostDataParallel
 
     def recognise(self, wrapped: Any) -> InForce | None:
-        from headway.strategies.partial_all_reduce.recognising import in_force
 
         return in_force(wrapped)
 

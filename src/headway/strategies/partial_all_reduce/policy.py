@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headway.coordination.generators.factory import names, options_of
-from headway.coordination.generators.options import Milliseconds
 from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule, hosts_in_turn
 from headway.strategies.base import Strategy
+from headway.strategies.partial_all_reduce.generators.generator import Milliseconds
+from headway.strategies.partial_all_reduce.generators.rules import names, options_of
 
 STATIC = "static"
 TIME_LIMIT_S = 30.0

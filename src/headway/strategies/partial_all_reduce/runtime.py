@@ -17,8 +17,8 @@ import atexit
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -27,41 +27,66 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway import torch_private
-from headway.coordination.generator import Worker
-from headway.coordination.membership import Coordinator, Member
 from headway.errors import HeadwayWarning, UnsupportedError, UserError
 from headway.rpc.interface import host_name, job_address
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.live import checkpoint
-from headway.strategies.live.averaged import (
-    Layout,
-    Policy,
-    check_module,
-    training_layout,
-    whole_layout,
-)
+from headway.strategies.live.averaged import Layout, Policy, check_module, training_layout, whole_layout
 from headway.strategies.live.channels.retirement import when_collected
 from headway.strategies.live.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.live.stepping import Stepping, weakly
 from headway.strategies.partial_all_reduce import joining, scheduled_coordinator
 from headway.strategies.partial_all_reduce.averaging import Averaging, Observer
-from headway.strategies.partial_all_reduce.contexts import CAPACITY, Contexts
-from headway.strategies.partial_all_reduce.finishing import Finished, Finishing
-from headway.strategies.partial_all_reduce.joining import WorkerState
-from headway.strategies.partial_all_reduce.known import Known
-from headway.strategies.partial_all_reduce.options import (
-    JOIN_LIMIT_S,
-    LearningRate,
-    Progress,
-    check_bare,
-    check_options,
-)
-from headway.strategies.partial_all_reduce.parts import Parts
+from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, Member
+from headway.strategies.partial_all_reduce.finishing import Finished, Finishing, Known
+from headway.strategies.partial_all_reduce.generators.generator import Worker
+from headway.strategies.partial_all_reduce.joining import Parts, Snapshots, WorkerState
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 from headway.strategies.partial_all_reduce.policy import TIME_LIMIT_S
-from headway.strategies.partial_all_reduce.rounds import Round, Rounds
+from headway.strategies.partial_all_reduce.rounds import CAPACITY, Contexts, Round, Rounds
 from headway.strategies.partial_all_reduce.scheduled_coordinator import ScheduledCoordinator
-from headway.strategies.partial_all_reduce.snapshots import Snapshots
+
+JOIN_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training has come, for a learning rate: ``iteration`` counts this worker's own steps, ``group_iteration``
+    is the mean of those that the members of its last group had made."""
+
+    iteration: int
+    group_iteration: float
+
+
+LearningRate = Callable[[Progress], float]
+
+
+def check_options(staleness: int, moments: str, buffers: str, initial: str, time_limit_s: float) -> None:
+    """Raise UnsupportedError or UserError for options that a wrapped model does not have."""
+    if staleness not in (0, 1):
+        raise UnsupportedError(
+            "a mean may be none or one step old", got=f"staleness={staleness}", expected="0 or 1"
+        )
+    for name, value, allowed in (
+        ("moments", moments, ("local", "averaged")),
+        ("buffers", buffers, ("local", "averaged")),
+        ("initial", initial, ("peer", "own")),
+    ):
+        if value not in allowed:
+            raise UserError(f"{name} cannot be that", got=value, expected=" or ".join(allowed))
+    if not 0 < time_limit_s < float("inf"):
+        raise UserError("time_limit_s must be positive", got=time_limit_s)
+
+
+def check_bare(module: nn.Module) -> None:
+    """Raise UnsupportedError for a model that is wrapped for several processes: the coordinator would count each."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            "workers of several processes are not supported: the model is wrapped for them already",
+            got=type(module).__name__, expected="one process a worker",
+            fix="Pass its .module; workers of a host's processes are made by headway.parallelize, with within_hosts.",
+        )  # fmt: skip
+
 
 SCALER_FIX = "Train in bfloat16 without a scaler, or with groups that a coordinator forms."
 UNSTEPPED = 64

@@ -15,12 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.coordination.generator import Worker
-from headway.coordination.membership import Coordinator, GroupStart, Member
 from headway.errors import CommunicationError, UserError
 from headway.rpc.trusted import new_secret
 from headway.scheduling.groups import GroupSchedule
-from headway.strategies.partial_all_reduce.known import as_json, member_from
+from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, GroupStart, Member
+from headway.strategies.partial_all_reduce.finishing import as_json, member_from
+from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer, room_of
 
 YES, NO = b"yes", b"no"

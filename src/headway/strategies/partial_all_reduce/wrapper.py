@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.collectives.hierarchical import Hosts
-from headway.coordination.client import CoordinatorClient
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
 from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
@@ -23,13 +22,12 @@ from headway.strategies.live.averaged import check_module
 from headway.strategies.live.existing_group import existing_group
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.live.unfinished import Unfinished, of_partial_all_reduce
-from headway.strategies.partial_all_reduce import coordinated
+from headway.strategies.partial_all_reduce import meeting as coordinated
 from headway.strategies.partial_all_reduce.averaging import Observer
-from headway.strategies.partial_all_reduce.launching import choice_of
-from headway.strategies.partial_all_reduce.meeting import Meeting
-from headway.strategies.partial_all_reduce.options import JOIN_LIMIT_S, check_bare
+from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
+from headway.strategies.partial_all_reduce.meeting import Meeting, choice_of
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
-from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
+from headway.strategies.partial_all_reduce.runtime import JOIN_LIMIT_S, PartialAllReduce, check_bare
 
 REFUSED = ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh")
 """Options of DistributedDataParallel that would mean something else here. Those about its all-reduce mean nothing."""

@@ -11,16 +11,14 @@ from itertools import accumulate
 
 from headway.cluster import Cluster, Ways
 from headway.errors import PlanError
-from headway.graph.computation import Computation
+from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.graph.step_layout import LayerTimes
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.planning.host_order import StageDemand, order_for
-from headway.planning.stage_placement import EXACT, place
-from headway.planning.stage_split import Split, SplitLayer
 from headway.scheduling.mesh import groups_along
 from headway.strategies.base import DATA, PIPELINE
+from headway.strategies.pipeline.host_order import EXACT, StageDemand, order_for, place
+from headway.strategies.pipeline.stage_times import Split, SplitLayer
 
 
 @dataclass(frozen=True, slots=True)

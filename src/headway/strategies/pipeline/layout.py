@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from headway.graph.blocks import ComputeBlock
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import COMPUTED, ComputeBlock, Item, MessageEnd, Part, Point, Timeline
 from headway.graph.step_layout import InRecordedOrder
-from headway.graph.timeline import Part, Timeline
 from headway.scheduling.pipeline.program import (
     Await,
     ComputeAndSend,
@@ -21,8 +20,115 @@ from headway.scheduling.pipeline.program import (
     program_of,
 )
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
-from headway.strategies.pipeline.gradients import lay_out_readying, lay_out_update, lay_out_using
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes
+from headway.trace.events import Read
+
+# A stage that several pipelines have, and what the strategy of its replicas does about it.
+#
+# It acts under the last backward of a step, as gradients become ready, at the optimizer's step, and under the first
+# forward, where that needs parameters which are on their way.
+
+
+def lay_out_using(
+    graph: GraphBuilder[Any], replicas: InRecordedOrder, cursor: RankCursor, times: StageTimes, action: Action
+) -> None:
+    """Lay out the first forward of a stage, ``action``, with what ``replicas`` does about what it uses."""
+    graph.compute(cursor, Part.FORWARD, 0)  # it waits for its message, before anything is used
+    items = times.using(action)
+    if not any(item.kind == Point.USE for item in items):
+        replicas.use_all(cursor)
+    for item in items:
+        _compute_or_react(graph, replicas, cursor, item)
+    rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items)
+    if rest_ns > 0:
+        graph.compute(cursor, Part.FORWARD, rest_ns)
+
+
+def lay_out_update(
+    graph: GraphBuilder[Any],
+    replicas: Sequence[InRecordedOrder],
+    cursor: RankCursor,
+    items: Iterable[Item],
+    optimizer_ns: int,
+) -> int:
+    """Lay out ``items``, what a rank does before its first pass or after its last one.
+
+    The update takes ``optimizer_ns`` for all stages of the rank, whose ``replicas`` have a share of it each and lay it
+    out where the optimizer first steps. Returns what is left of it. Gradients are clipped by the norm of all stages,
+    for which each is brought whole.
+    """
+    first, *others = replicas
+    for item in items:
+        match item.kind:
+            case Point.STEP:
+                for each in replicas:
+                    each.optimizer(cursor, optimizer_ns // len(replicas))
+                optimizer_ns = 0
+            case Part.OPTIMIZER:
+                pass
+            case Part.READ:
+                whole = item._replace(name=Read.LOOK) if item.name == Read.CLIP else item
+                first.read(cursor, whole)
+                for each in others:
+                    each.read(cursor, whole._replace(duration_ns=0))
+            case Part.FINALIZE:
+                first.finalize(cursor, item.duration_ns)
+            case _ if item.kind in COMPUTED:
+                graph.compute(cursor, item.kind, item.duration_ns)
+    return optimizer_ns
+
+
+def lay_out_readying(
+    graph: GraphBuilder[Any],
+    gradients: InRecordedOrder,
+    cursor: RankCursor,
+    times: StageTimes,
+    action: Action,
+    send: Callable[[], object] | None = None,
+) -> None:
+    """Lay out the last backward of a stage, ``action``, with what ``gradients`` does about what it readies.
+
+    ``send`` has the stage hand the gradient of its input on: it is there when all is computed, and does not wait for
+    what was launched.
+    """
+    graph.compute(cursor, Part.BACKWARD, 0)  # it waits for its message, before anything is launched
+    items = times.readying(action)
+    for item in items:
+        if item.kind == Point.BACKWARD_END and send is not None:
+            send()
+            send = None
+        _compute_or_react(graph, gradients, cursor, item)
+    finalize_ns = times.finalize_ns.get(action.stage, 0)
+    rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items) - finalize_ns
+    if rest_ns > 0:
+        graph.compute(cursor, Part.BACKWARD, rest_ns)
+    if finalize_ns:
+        gradients.finalize(cursor, finalize_ns)
+    if send is not None:
+        send()
+
+
+def _compute_or_react(
+    graph: GraphBuilder[Any], replicas: InRecordedOrder, cursor: RankCursor, item: Item
+) -> None:
+    if item.kind in COMPUTED:
+        graph.compute(cursor, item.kind, item.duration_ns)
+    else:
+        react(replicas, cursor, item)
+
+
+def react(gradients: InRecordedOrder, cursor: RankCursor, item: Item) -> None:
+    """Tell the strategy of a stage's replicas of a point of a timeline."""
+    match item.kind:
+        case Point.USE:
+            gradients.use(cursor, item.name)
+        case Point.READY:
+            gradients.ready(cursor, item.name)
+        case Point.UNUSED:
+            gradients.unused(cursor, item.name)
+        case Point.BACKWARD_END:
+            gradients.backward_end(cursor)
+
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 
@@ -126,3 +232,44 @@ class PipelineLayout:
 
 def _name(message: Message) -> str:
     return GRADIENT if message.is_gradient else ACTIVATION
+
+
+_STEPS_APART = 2**40  # more messages than a step has
+
+
+class RecordedLayout:
+    """Lays out computation in its recorded order, and sends, receives and waits between it.
+
+    ``replicas`` reacts for those of each stage to the gradients that a backward readies.
+    """
+
+    def __init__(
+        self, graph: GraphBuilder[Any], replicas: Mapping[int, InRecordedOrder] = MappingProxyType({})
+    ) -> None:
+        self._graph = graph
+        self._replicas = replicas
+
+    def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
+        """Add one step as it stood."""
+        asked: dict[MessageEnd, int] = {}
+        awaited: list[int] = []  # since the last computation, which will wait for them
+        for item in timeline.items:
+            if item.kind == Point.MESSAGE and item.message:
+                asked[item.message] = self._ask(cursor, item, item.message, awaited)
+            elif item.kind == Point.ARRIVED and item.message:
+                self._graph.wait(cursor, item.name, asked[item.message])
+                awaited.append(asked[item.message])
+            elif item.kind in COMPUTED and item.duration_ns:
+                self._graph.compute(cursor, item.kind, item.duration_ns)
+                awaited.clear()
+            elif reacts := self._replicas.get(item.stage):
+                react(reacts, cursor, item)
+        if awaited:
+            self._graph.compute(cursor, timeline.items[-1].kind, 0)
+
+    def _ask(self, cursor: RankCursor, item: Item, end: MessageEnd, after: list[int]) -> int:
+        sender, receiver = (cursor.rank, end.peer) if end.sends else (end.peer, cursor.rank)
+        return self._graph.transfer(
+            cursor, sender, receiver, cursor.step * _STEPS_APART + end.sequence, item.size_bytes,
+            name=end.group or "message", after=tuple(after),
+        )  # fmt: skip

@@ -35,8 +35,7 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
     def reactions(
         self, graph: GraphBuilder[ReplicatedSchedule], job: Job, strategy: MeshStrategy
     ) -> StepLayout:
-        from headway.strategies.pipeline.layout import PipelineLayout
-        from headway.strategies.pipeline.recorded_layout import RecordedLayout
+        from headway.strategies.pipeline.layout import PipelineLayout, RecordedLayout
         from headway.strategies.pipeline.stage_times import check_as_many
 
         schedule = graph.schedule
@@ -101,7 +100,7 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
 def _reactions(
     graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int, data: Strategy
 ) -> InRecordedOrder:
-    from headway.graph.group import GroupGraph
+    from headway.graph.build import GroupGraph
     from headway.graph.step_layout import InRecordedOrder
 
     members = graph.schedule.replicas_of(stage)

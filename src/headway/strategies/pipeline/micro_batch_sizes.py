@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.job import Job
 from headway.model import HalvedBackward, ModelSpec, StageMemory
 from headway.scheduling.pipeline.schedule import Action, Pass

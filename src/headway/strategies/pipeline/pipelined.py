@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,16 +16,136 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.errors import UnsupportedError, UserError
-from headway.strategies.pipeline import lost
-from headway.strategies.pipeline.agreement import differing, together
-from headway.strategies.pipeline.clipping import watch_clipping
+from headway.strategies.live.reads import answer_clipping
+from headway.strategies.pipeline import runtime
 from headway.strategies.pipeline.cutting import Cut, cut
-from headway.strategies.pipeline.evaluating import Evaluation
-from headway.strategies.pipeline.placement import Placement
+from headway.strategies.pipeline.placement import Placement, Replicas, Replicate
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.replicas import Replicas, Replicate
 from headway.strategies.pipeline.traced import TracedCut, traced_cut
-from headway.torch_private.pipelining import PipelineSteps, tensors_in
+from headway.torch_private.pipelining import PipelineSteps, left_to_torch, merge_outputs_by, tensors_in
+
+Made = TypeVar("Made")
+
+
+def differing(said: str, device: torch.device) -> int | None:
+    """The first rank that says something else than rank 0; None where all say the same. Every rank calls it."""
+    own = torch.frombuffer(bytearray(hashlib.sha256(said.encode()).digest()), dtype=torch.int64).to(device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
+
+
+def together(
+    what: str, make: Callable[[], Made], describe: Callable[[Made], str], device: torch.device
+) -> Made:
+    """What ``make`` makes on this rank. Raises UserError on all ranks where it does on one, or makes something else.
+
+    ``what`` says of an error on other ranks what they disagree about.
+    """
+    failure: UserError | None = None
+    try:
+        made = make()
+        said = f"made {describe(made)}"
+    except UserError as error:
+        failure, said = error, f"refused {error}"
+    other = differing(said, device)
+    if failure is not None:
+        raise failure
+    if other is not None:
+        raise UserError(
+            what, got=f"an error, or something else, on rank {other} or rank 0", fix="Read what it says."
+        )
+    return made
+
+
+class Evaluation:
+    """Evaluates with stages that ``make_stage`` makes, in at most ``micro_batches`` parts of one size.
+
+    ``group`` has the ranks of the pipeline, in the order of stages. Every rank of it makes the same calls.
+    """
+
+    def __init__(
+        self,
+        make_stage: Callable[[], PipelineStage],
+        micro_batches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._make_stage, self._most = make_stage, micro_batches
+        self._group, self._device = group, device
+        self._samples = 0
+        self._schedule: ScheduleGPipe | None = None
+
+    def of(self, inputs: tuple[Any, ...]) -> Any:
+        """The output of the last stage, on its rank; None on the others. Only the first stage uses ``inputs``."""
+        first = dist.get_rank(self._group) == 0
+        samples = torch.tensor([inputs[0].shape[0] if first else 0], device=self._device)
+        dist.broadcast(samples, group=self._group, group_src=0)
+        if self._schedule is None or int(samples) != self._samples:
+            self._samples = int(samples)
+            # What torch has worked out for one size does not fit another.
+            self._schedule = ScheduleGPipe(self._make_stage(), self._parts())
+            left_to_torch(self._schedule)
+            merge_outputs_by(self._schedule, _merged)
+        return self._schedule.eval(*(inputs if first else ()))
+
+    def _parts(self) -> int:
+        return max(count for count in range(1, self._most + 1) if self._samples % count == 0)
+
+
+def _merged(parts: Sequence[Any]) -> Any:
+    """Of one tensor of the outputs: the samples of all parts, or the mean of numbers, as of a model's own loss."""
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    if parts[0].dim():
+        return torch.cat([*parts])
+    if not parts[0].is_floating_point():
+        raise UnsupportedError(
+            "the model returns a number that is no mean over samples, and it is evaluated in parts",
+            got=f"a tensor without dimensions of {parts[0].dtype}", expected="tensors of samples, or a loss",
+            fix="Have the model return what the number is computed of.",
+        )  # fmt: skip
+    return torch.stack([*parts]).mean()
+
+
+class Clips(Protocol):
+    """A model in stages."""
+
+    @property
+    def own_parameters(self) -> Sequence[nn.Parameter]:
+        """Those of this rank's stage."""
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all stages."""
+
+
+_models: weakref.WeakSet[Clips] = weakref.WeakSet()
+
+
+def watch_clipping(model: Clips) -> None:
+    """Have ``torch.nn.utils.clip_grad_norm_`` of the parameters of ``model`` clip by the norm over all stages."""
+    _models.add(model)
+    answer_clipping(_clipped, whole=True)  # replicas know the norm of a stage alone
+
+
+def _clipped(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, _error_if_nonfinite: bool
+) -> torch.Tensor | None:
+    """The norm over all stages; None for parameters of none. Raises UnsupportedError for some of a stage's alone."""
+    given = {id(each) for each in parameters}
+    for model in list(_models):
+        own = {id(each) for each in model.own_parameters}
+        if own.isdisjoint(given):
+            continue
+        if norm_type != 2 or own != given:
+            raise UnsupportedError(
+                "gradients of a pipeline can be clipped by the 2-norm of all of them alone",
+                got=f"{len(own & given)} of the {len(own)} parameters of a stage, norm_type={norm_type:g}",
+                fix="Call clip_grad_norm_(max_norm) of the model.",
+            )
+        return model.clip_grad_norm_(max_norm)
+    return None
+
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -102,7 +224,7 @@ class PipelinedModel(nn.Module):
             expected="model.train_step(batch, target), or model.evaluate(batch)",
         )
 
-    @lost.among("a step")
+    @runtime.among("a step")
     def train_step(self, batch: Any, target: torch.Tensor | None) -> torch.Tensor:
         """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
 
@@ -142,7 +264,7 @@ class PipelinedModel(nn.Module):
         loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros(())
         return self._replicas.mean_of(loss.to(self._device, torch.float64))
 
-    @lost.among("an evaluation")
+    @runtime.among("an evaluation")
     def evaluate(self, batch: Any) -> Any:
         """The model's output for ``batch``, on the last rank of each pipeline; None on the others.
 

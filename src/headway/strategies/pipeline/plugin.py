@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from headway.errors import PlanError, UnsupportedError
 from headway.job import Job
-from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
+from headway.scheduling.mesh import groups_along
+from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, RecordedPipelineSchedule
+from headway.strategies.base import PIPELINE
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline import memory
-from headway.strategies.pipeline.candidates import busiest_rank_ms, candidates, step_bound_ms
 from headway.strategies.pipeline.policy import (
     GROUPED,
     RECORDED,
@@ -19,20 +25,170 @@ from headway.strategies.pipeline.policy import (
     check_whole_backwards,
     grouped_by,
 )
-from headway.strategies.pipeline.stage_times import micro_batches
+from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes, micro_batches
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+from headway.torch_private.pipelining import PipelineSteps
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
     from headway.strategies.base import Strategy
     from headway.strategies.pipeline.pipelined import PipelinedModel
-    from headway.strategies.pipeline.placement import Placement
-    from headway.strategies.pipeline.replicas import Replicate
-    from headway.torch_private.pipelining import PipelineSteps
+    from headway.strategies.pipeline.placement import Placement, Replicate
+
+
+def candidates(job: Job) -> Iterator[PipelineStrategy]:
+    """Orders for the micro-batches that were recorded; none for a model in one piece."""
+    count = micro_batches(job.steps) if len(job.stages) > 1 else 0
+    if not count:
+        return
+    if len(job.stages) > (ranks := dict(job.mesh).get(PIPELINE, job.world_size)):
+        yield from _looped(job, ranks, count)
+        return
+    yield PipelineStrategy(micro_batches=count)
+    for size in group_sizes(count):
+        yield PipelineStrategy(micro_batches=count, order="kfkb", group_size=size)
+    yield PipelineStrategy(micro_batches=count, order="eager-1f1b")
+    if not job.mesh:  # the replicas of a stage reduce gradients in whole backwards
+        yield PipelineStrategy(micro_batches=count, order="zero-bubble")
+
+
+def _looped(job: Job, ranks: int, micro_batches: int) -> Iterator[PipelineStrategy]:
+    """Orders of several stages a rank, where these lie as the orders have them."""
+    if any(
+        action.stage % ranks != rank
+        for rank, own in job.steps.timelines.items()
+        for action in StageTimes.of(own[0]).passes_ns
+    ):
+        return
+    if micro_batches % ranks == 0:
+        yield PipelineStrategy(micro_batches=micro_batches, order="interleaved")
+    yield PipelineStrategy(micro_batches=micro_batches, order="looped")
+
+
+def group_sizes(micro_batches: int) -> list[int]:
+    """Sizes of groups of more than one, but for those that make no fewer groups than a smaller one, and hold more."""
+    smallest: dict[int, int] = {}
+    for size in range(2, micro_batches + 1):
+        smallest.setdefault(-(-micro_batches // size), size)
+    return list(smallest.values())
+
+
+def step_bound_ms(job: Job) -> float:
+    """What no order of these stages can beat, as the mean of the recorded steps, if transfers take no time at all."""
+    ranks = tuple(sorted(job.steps.timelines))
+    pipelines = groups_along(job.mesh, PIPELINE) if job.mesh else (ranks,)
+    return max(_pipeline_bound_ms(job, own) for own in pipelines)
+
+
+def busiest_rank_ms(job: Job) -> float:
+    """What no order can beat wherever stages are: the work of the rank that has most of it."""
+    return max(_pipeline_bound_ms(job, (rank,)) for rank in job.steps.timelines)
+
+
+def _pipeline_bound_ms(job: Job, ranks: Sequence[int]) -> float:
+    """The same of one pipeline of several, whose stages are on ``ranks`` in order."""
+    factors = [job.steps.factor_of(rank) for rank in ranks]
+    steps = list(zip(*(job.steps.timelines[rank] for rank in ranks), strict=False))
+    bounds_ns = [_bound_ns([StageTimes.of(timeline) for timeline in each], factors) for each in steps]
+    return sum(bounds_ns) / len(bounds_ns) / 1e6 if bounds_ns else 0.0
+
+
+def _bound_ns(stages: Sequence[StageTimes], factors: Sequence[float]) -> float:
+    """A rank does its own work; and between its last backward of a step and its first forward of the next, those of the
+    stages before it come. Of backwards the gradients of inputs alone, for weights may be put off.
+    """
+    bound_ns = others_ns = 0.0
+    for times, factor in zip(stages, factors, strict=True):
+        outside_ns = factor * sum(block.duration_ns for block in (*times.before, *times.after))
+        forwards = [factor * ns for action, ns in times.passes_ns.items() if action.kind is Pass.FORWARD]
+        backwards = [factor * ns for action, ns in times.passes_ns.items() if action.kind is Pass.BACKWARD]
+        all_ns = sum(forwards) + sum(backwards) + outside_ns
+        needed_ns = sum(forwards) + sum(backwards) * INPUT_SHARE + others_ns
+        bound_ns = max(bound_ns, all_ns, needed_ns)
+        others_ns += min(forwards, default=0) + min(backwards, default=0) * INPUT_SHARE
+    return bound_ns
+
+
+_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_STAY = "Construct the schedule with n_microbatches as planned, or plan from recordings of that number alone."
+
+
+def split_as_planned(steps: PipelineSteps, strategy: PipelineStrategy) -> bool:
+    """Have the script's batches split into the plan's number of micro-batches; returns whether that changes anything.
+
+    Raises PlanError where that would change what is trained, as far as it can be told before the first step; the rest
+    in the first: where the loss of several samples is not the mean of theirs.
+    """
+    planned = strategy.micro_batches
+    if planned in (None, steps.micro_batches) or strategy.script_micro_batches != steps.micro_batches:
+        return False
+    assert planned is not None
+    got = f"{planned} micro-batches in the plan, {steps.micro_batches} in the script"
+    if why := _why_not(steps):
+        raise PlanError(
+            f"the number of micro-batches cannot be changed: {why}", got=got, expected="the same", fix=_STAY
+        )
+    steps.split_into(planned)
+    steps.when_first_loss(partial(_check_mean, got))
+    return True
+
+
+def _why_not(steps: PipelineSteps) -> str:
+    if len(steps.stages) > 1:
+        return "the script's ranks have several stages"
+    if not steps.divides_gradients:
+        return "the script divides gradients by it itself (scale_grads=False)"
+    for stage, module in steps.modules.items():
+        if any(isinstance(each, _OF_BATCHES) for each in module.modules()):
+            return f"BatchNorm in stage {stage} would see micro-batches of another size"
+    return ""
+
+
+def _check_mean(got: str, loss_of: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
+    """Raise PlanError unless the loss of a micro-batch is the mean of its parts', as far as the script's tells.
+
+    torch divides gradients by the number of micro-batches. Behind a sum of losses, or a mean over what differs in
+    number from sample to sample, another number of them would give other gradients.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.dim()):
+        return
+    rows = output.shape[0]
+    if target.shape[:1] != (rows,):
+        return
+    if rows == 1:
+        pieces = [(torch.cat([output, output]), torch.cat([target, target]))]
+    else:
+        cuts = (slice(0, rows // 2), slice(rows // 2, rows))
+        pieces = [(output[cut], target[cut]) for cut in cuts]
+    (whole, tolerance), *parts = (_loss(loss_of, *each) for each in ((output, target), *pieces))
+    samples = [len(each) for each, _ in pieces]
+    mean = sum(count * loss for count, (loss, _) in zip(samples, parts, strict=True)) / sum(samples)
+    if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
+        raise PlanError(
+            "the number of micro-batches cannot be changed: the script's loss is not a mean over samples, so gradients "
+            "would differ",
+            got=got, expected="a loss that is as large for a micro-batch as for its halves in the mean", fix=_STAY,
+        )  # fmt: skip
+
+
+def _loss(
+    loss_of: Callable[[Any, Any], Any], output: torch.Tensor, target: torch.Tensor
+) -> tuple[float, float]:
+    """The loss, without gradients, and as if no random numbers were drawn, with how exact it is.
+
+    It is not a number where a script has none of such a size.
+    """
+    device = output.device
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            loss = torch.as_tensor(loss_of(output, target))
+            exact = max(torch.finfo(each.dtype).eps for each in (output, loss))
+            return float(loss), max(1e-3, exact**0.5)
+        except Exception:  # a script's own function, given what it was not written for
+            return math.nan, 0.0
 
 
 class _Plugin(StrategyPlugin[PipelineStrategy]):
@@ -42,8 +198,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         self, graph: GraphBuilder[PipelineSchedule], job: Job, strategy: PipelineStrategy
     ) -> StepLayout:
         del strategy
-        from headway.strategies.pipeline.layout import PipelineLayout
-        from headway.strategies.pipeline.recorded_layout import RecordedLayout
+        from headway.strategies.pipeline.layout import PipelineLayout, RecordedLayout
         from headway.strategies.pipeline.stage_times import check_as_many
 
         if (ranks := len(graph.schedule.ranks)) != job.world_size:
@@ -148,7 +303,7 @@ def pipelined(
     On a mesh, ``placement`` says where this rank is, and ``replicate`` wraps the stage among its replicas. Raises
     UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
     """
-    from headway.strategies.pipeline import lost
+    from headway.strategies.pipeline import runtime as lost
     from headway.strategies.pipeline.pipelined import PipelinedModel
 
     if strategy.order == RECORDED:
@@ -167,7 +322,6 @@ def pipelined(
 
 class _Injection(ScheduleInjection[PipelineStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: PipelineStrategy) -> None:
-        from headway.strategies.pipeline import resplit
         from headway.strategies.pipeline.runtime import PipelineRuntime
         from headway.strategies.pipeline.tuning.follower import Follower
         from headway.strategies.pipeline.tuning.tuner import candidates_of
@@ -177,7 +331,7 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         strategy = strategy.model_copy(
             update={"micro_batches": strategy.micro_batches or steps.micro_batches}
         )
-        if not resplit.split_as_planned(steps, strategy):
+        if not split_as_planned(steps, strategy):
             strategy = strategy.model_copy(update={"script_micro_batches": None})
         ranks = len(set(steps.rank_of_stage))
         schedule = strategy.schedule_of(steps.stage_count, ranks)

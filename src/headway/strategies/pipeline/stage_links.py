@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from headway.graph.timeline import Part, Point, Timeline
+from headway.graph.computation import Part, Point, Timeline
 from headway.job import Job
 from headway.model import ChainLink, ModelSpec
-from headway.planning.stage_split import Split, SplitLayer, split
+from headway.strategies.pipeline.stage_times import Split, SplitLayer, split
 
 SPLITS = 4
 _PASSES = (Part.FORWARD, Part.BACKWARD)

@@ -10,8 +10,8 @@ from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import native
 from headway.errors import PlanError
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.computation import Item, Part
 from headway.graph.step_layout import InRecordedOrder
-from headway.graph.timeline import Item, Part
 from headway.job import Job
 from headway.passes.base import Pass
 from headway.scheduling.buckets import BucketSchedule, make_buckets, whole

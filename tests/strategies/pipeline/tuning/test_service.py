@@ -12,9 +12,9 @@ import psutil
 from tests import limits
 
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.tuning.service import UNSENT, TunerProcess
+from headway.strategies.pipeline.tuning.follower import UNSENT, TunerProcess
+from headway.strategies.pipeline.tuning.observed import _Arrivals
 from headway.strategies.pipeline.tuning.tuner import Tuner, candidates_of
-from headway.strategies.pipeline.tuning.watch import _Arrivals
 
 ROWS = [[0] * 500] * 2  # of which a pipe takes some tens
 STRATEGY = PipelineStrategy(order="kfkb", group_sizes=(2,), micro_batches=4)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from headway.cluster import Cluster, Host, SlowPath
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.tuning.follower import decision_document, decision_from
 from headway.strategies.pipeline.tuning.observed import Columns
-from headway.strategies.pipeline.tuning.replaying import PlayedSteps, step_times_ms
-from headway.strategies.pipeline.tuning.service import decision_document, decision_from
 from headway.strategies.pipeline.tuning.simulated import followed
-from headway.strategies.pipeline.tuning.tuner import Tuner, candidates_of
+from headway.strategies.pipeline.tuning.tuner import PlayedSteps, Tuner, candidates_of, step_times_ms
 
 RANKS, MICRO_BATCHES, BOUNDARY_BYTES = 4, 8, 2**20
 FOLLOWING = PipelineStrategy(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from headway.graph.build import GraphBuilder, RankCursor
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import Job
 from headway.scheduling.shards import ShardSchedule
 from headway.simulation.engine import play

@@ -14,8 +14,7 @@ import torch
 from headway.rpc.trusted import connect
 from headway.strategies.data_parallel.asynchronous_servers.shard import Shard
 from headway.strategies.partial_all_reduce import frames
-from headway.strategies.partial_all_reduce.frame_server import FrameServer
-from headway.strategies.partial_all_reduce.frames import FrameError
+from headway.strategies.partial_all_reduce.frames import FrameError, FrameServer
 from headway.strategies.partial_all_reduce.peers import endpoint
 from headway.strategies.silent import in_words
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.errors import UserError
 from headway.graph.build import GraphBuilder, RankCursor
-from headway.graph.timeline import Part
+from headway.graph.computation import Part
 from headway.job import Job
 from headway.scheduling.periods import PeriodicSchedule
 from headway.simulation.engine import play

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from headway.job import Job
-from headway.strategies.pipeline.tuning.replaying import PlayedSteps
-from headway.strategies.pipeline.tuning.tuner import Decision, Tuner
+from headway.strategies.pipeline.tuning.tuner import Decision, PlayedSteps, Tuner
 
 DECIDED_AFTER = 1  # steps that go by while the live tuner thinks
 

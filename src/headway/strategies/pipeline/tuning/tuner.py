@@ -9,20 +9,218 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
 
-from headway.cluster import Cluster
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
+import numpy as np
+
+from headway.cluster import Cluster, Host, SlowPath
+from headway.collectives.resources import ClusterResources
+from headway.graph.build import GraphBuilder
+from headway.graph.computation import Computation, Item, Part, Timeline
+from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.scheduling.pipeline.schedule import Pass
+from headway.scheduling.pipeline.program import Message
+from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule
+from headway.simulation.engine import PlayedTimes, play
+from headway.strategies.pipeline.layout import PipelineLayout
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.tuning.flights import Way, flights_of
-from headway.strategies.pipeline.tuning.links import LinkEstimate, cluster_of, estimate
-from headway.strategies.pipeline.tuning.observed import ObservedStep, RankStep
-from headway.strategies.pipeline.tuning.replaying import step_times_ms
+from headway.strategies.pipeline.tuning.observed import ObservedStep, RankStep, Span
+
+Way = tuple[int, int]
+"""From one rank to another."""
+
+
+class Flight(NamedTuple):
+    """A message on its way, from when it could leave to when it had arrived.
+
+    ``alone_ns`` is how long it would have taken without the pipeline's other messages, if links are shared evenly.
+    """
+
+    way: Way
+    begin_ns: int
+    end_ns: int
+    size_bytes: int
+    alone_ns: float
+
+
+def flights_of(step: ObservedStep, boundary_bytes: Sequence[int]) -> list[Flight]:
+    """All messages of a step, whose sizes are ``boundary_bytes`` of the boundaries that they cross."""
+    found = sorted(_unshared(step, boundary_bytes), key=lambda flight: flight.begin_ns)
+    moments = sorted({moment for flight in found for moment in (flight.begin_ns, flight.end_ns)})
+    alone_ns = [0.0] * len(found)
+    in_flight: set[int] = set()
+    coming = iter(range(len(found)))
+    upcoming = next(coming, None)
+    for begin_ns, end_ns in pairwise(moments):
+        while upcoming is not None and found[upcoming].begin_ns <= begin_ns:
+            in_flight.add(upcoming)
+            upcoming = next(coming, None)
+        in_flight = {number for number in in_flight if found[number].end_ns > begin_ns}
+        sends, receives = defaultdict[int, int](int), defaultdict[int, int](int)
+        for number in in_flight:
+            sender, receiver = found[number].way
+            sends[sender] += 1
+            receives[receiver] += 1
+        for number in in_flight:
+            sender, receiver = found[number].way
+            alone_ns[number] += (end_ns - begin_ns) / max(sends[sender], receives[receiver])
+    return [flight._replace(alone_ns=took) for flight, took in zip(found, alone_ns, strict=True)]
+
+
+def _unshared(step: ObservedStep, boundary_bytes: Sequence[int]) -> Iterator[Flight]:
+    """Flights from when both ends had asked and the connection was free: those of a way follow each other.
+
+    A receiver's word that it is ready follows what it was sending the other way when it posted the receive (Gloo).
+    """
+    by_way: dict[Way, list[tuple[int, int, int, Message]]] = defaultdict(list)
+    for receiver in step.ranks:
+        for message, span in receiver.received.items():
+            sent_ns = step.ranks[message.sender].sent_ns[message]
+            by_way[message.sender, message.receiver].append((sent_ns, span.begin_ns, span.end_ns, message))
+    for way, own in by_way.items():
+        own.sort()
+        back = sorted((sent_ns, end_ns) for sent_ns, _, end_ns, _ in by_way.get((way[1], way[0]), ()))
+        free_ns = 0
+        for sent_ns, posted_ns, end_ns, message in own:
+            ready_ns = max([posted_ns, *(ended for began, ended in back if began < posted_ns < ended)])
+            begin_ns = max(sent_ns, min(ready_ns, end_ns), free_ns)
+            free_ns = end_ns
+            if end_ns > begin_ns:
+                yield Flight(way, begin_ns, end_ns, boundary_bytes[message.boundary], 0.0)
+
+
+SHORTEST_NS = 1e3
+LEAST_GBPS, MOST_GBPS = 1e-6, 1e6
+
+
+class LinkEstimate(NamedTuple):
+    """``gbps`` of one direction between two ranks, over so many messages, the last of them in step ``seen``.
+
+    The mean lies within ``uncertainty`` (a share of it) in nineteen of twenty cases, if messages are like each other.
+    """
+
+    gbps: float
+    uncertainty: float
+    messages: int
+    seen: int
+
+    def differs_from(self, other: LinkEstimate, share: float) -> bool:
+        """Whether another one is farther away than ``share``, and than both uncertainties."""
+        apart = abs(math.log(self.gbps / other.gbps))
+        return apart > max(math.log1p(share), math.hypot(self.uncertainty, other.uncertainty))
+
+
+def estimate(flights: Iterable[Flight], latency_ns: float, seen: int) -> dict[Way, LinkEstimate]:
+    """What each way carried on average: all bytes over all the time that they took, but for latencies."""
+    by_way: dict[Way, list[Flight]] = defaultdict(list)
+    for flight in flights:
+        by_way[flight.way].append(flight)
+    return {way: _estimate(own, latency_ns, seen) for way, own in by_way.items()}
+
+
+def _estimate(flights: Sequence[Flight], latency_ns: float, seen: int) -> LinkEstimate:
+    took_ns = [max(SHORTEST_NS, flight.alone_ns - latency_ns) for flight in flights]
+    each = [ns / flight.size_bytes for ns, flight in zip(took_ns, flights, strict=True)]
+    mean = sum(took_ns) / sum(flight.size_bytes for flight in flights)
+    count = len(flights)
+    spread = math.sqrt(sum((one - mean) ** 2 for one in each) / max(1, count - 1)) / mean
+    uncertainty = 2 * spread / math.sqrt(count) if count > 1 else 1.0
+    return LinkEstimate(min(MOST_GBPS, max(LEAST_GBPS, 8 / mean)), uncertainty, count, seen)
+
+
+def cluster_of(estimates: dict[Way, LinkEstimate], ranks: int, latency_ns: float) -> Cluster:
+    """The network as replay knows it: a host for each rank, with a link as fast as its fastest way, and slower paths.
+
+    What ranks of one host share is in what their messages took.
+    """
+    up, down = ([0.0] * ranks for _ in range(2))
+    for (sender, receiver), found in estimates.items():
+        up[sender] = max(up[sender], found.gbps)
+        down[receiver] = max(down[receiver], found.gbps)
+    fastest = max((found.gbps for found in estimates.values()), default=1.0)
+    hosts = tuple(
+        Host(name=f"rank{rank}", workers=1, up_gbps=up[rank] or fastest, down_gbps=down[rank] or fastest)
+        for rank in range(ranks)
+    )
+    paths = tuple(
+        SlowPath(source=f"rank{sender}", target=f"rank{receiver}", gbps=found.gbps)
+        for (sender, receiver), found in sorted(estimates.items())
+        if found.gbps < min(up[sender], down[receiver])
+    )
+    return Cluster(
+        hosts=hosts, latency_us=latency_ns / 1e3, paths=paths, source="seen from a pipeline's messages"
+    )
+
+
+# Replay of a pipeline's steps under any order, by the layout and the engine that every replay has.
+#
+# It is what the tuner asks about candidates. It also drives the tuner itself: steps are played on a network one after the
+# other, and the tuner is told what ranks would have seen.
+
+
+class PlayedSteps:
+    """The steps of a job in the order of ``schedule``, the first of them twice: it warms up."""
+
+    def __init__(self, job: Job, schedule: PipelineSchedule) -> None:
+        timelines = job.steps.timelines
+        self._schedule = schedule
+        self._graph = GraphBuilder(job.on, schedule, 0, ClusterResources(job.on))
+        self._layout = PipelineLayout(self._graph, schedule, job.boundary_bytes)
+        ranks = [[timelines[rank][0], *timelines[rank]] for rank in sorted(timelines)]
+        lay_out_ranks(self._graph, self._layout, ranks)
+        self._played: PlayedTimes = play(self._graph.close())
+
+    @property
+    def times_ms(self) -> tuple[float, ...]:
+        """How long each step took, as the mean over ranks."""
+        boundaries = self._graph.boundaries
+        ends_ns = np.array([self._played.end_ns[boundaries[step]] for step in self._graph.common_steps])
+        return tuple((np.diff(ends_ns, axis=0).mean(axis=1) / 1e6).tolist())
+
+    def observed(self, number: int, candidate: int) -> ObservedStep:
+        """What ranks see of the last step, called ``number`` and of the order ``candidate``."""
+        last = self._graph.common_steps[-1]
+        spans: list[list[Span]] = [[] for _ in self._schedule.ranks]
+        outside_ns = [0 for _ in self._schedule.ranks]
+        for span in self._graph.spans:
+            if span.step == last:
+                seen = self._span(span.operation)
+                if span.part in (Part.FORWARD, Part.BACKWARD):
+                    spans[span.rank].append(seen)
+                else:
+                    outside_ns[span.rank] += seen.end_ns - seen.begin_ns
+        sent: list[dict[Message, int]] = [{} for _ in spans]
+        received: list[dict[Message, Span]] = [{} for _ in spans]
+        for message_number, message in self._layout.messages.items():
+            placed = self._graph.communications[message_number]
+            if placed.step == last:
+                begins = dict(zip(placed.members, placed.begins, strict=True))
+                sent[message.sender][message] = int(self._played.end_ns[begins[message.sender]])
+                posted_ns = int(self._played.end_ns[begins[message.receiver]])
+                arrived_ns = int(self._played.end_ns[placed.end_of(message.receiver)])
+                received[message.receiver][message] = Span(posted_ns, arrived_ns)
+        ranks = (
+            RankStep(
+                own[0].begin_ns, own[-1].end_ns, outside_ns[rank],
+                dict(zip(self._schedule.ranks[rank], own, strict=True)), sent[rank], received[rank],
+            )
+            for rank, own in enumerate(spans)
+        )  # fmt: skip
+        return ObservedStep(number, candidate, tuple(ranks))
+
+    def _span(self, operation: int) -> Span:
+        return Span(int(self._played.start_ns[operation]), int(self._played.end_ns[operation]))
+
+
+def step_times_ms(job: Job, schedule: PipelineSchedule) -> tuple[float, ...]:
+    """How long each step of ``job`` takes in the order of ``schedule``."""
+    return PlayedSteps(job, schedule).times_ms
+
 
 WINDOW_STEPS = 4
 CHANGED_BY = 0.25  # of a link's rate: what was seen before says nothing about the network of now

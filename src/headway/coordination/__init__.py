@@ -1,1 +1,0 @@
-"""Who else: which workers average with which others, decided while they train."""

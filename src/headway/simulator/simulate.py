@@ -1,0 +1,416 @@
+"""One job under one strategy, simulated: decided, laid out as a graph of all ranks, and played in time.
+
+Recordings, workloads that were never run and schedules of a live tuner are all jobs, and are all simulated here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import lcm
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.cluster import Cluster, Host
+from headway.collectives.resources import ClusterResources
+from headway.collectives.servers import EVENLY
+from headway.errors import PlanError, UnsupportedError, UserError
+from headway.graph.build import ComputeSpan, GraphBuilder
+from headway.graph.computation import Item, Part, Point, Timeline
+from headway.graph.disturbance import play_disturbed
+from headway.graph.step_layout import lay_out_ranks
+from headway.incidents import Incidents
+from headway.job import Job
+from headway.plugins import asking
+from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.pipeline.replicated import ReplicatedSchedule
+from headway.scheduling.pipeline.schedule import PipelineSchedule
+from headway.scheduling.schedule import Schedule
+from headway.simulation.building import OperationGraph
+from headway.simulation.engine import PlayedTimes
+from headway.simulator.memory import peak_is_rough, rank_peaks_bytes
+from headway.strategies.base import Strategy, decided, fits
+from headway.strategies.chance import slowed
+from headway.strategies.registry import carried_out_by, plugin_of
+from headway.trace.events import Read
+
+# Folding: ranks that do the same at the same moment are simulated once.
+#
+# Most programs of collectives rotate: shifting every rank by the same number gives the same collective again. So where
+# a plan has no others (``Algorithms.repeat``), and hosts and timelines repeat after some number of ranks as well,
+# whatever happens on one rank happens at the same moment on the one that lies so many further, but for a byte a message
+# where a tensor cannot be cut evenly. The same holds of pipelines side by side that lie on ranks in this way.
+
+
+def period_of(cluster: Cluster, timelines: int) -> int:
+    """After how many ranks everything repeats: hosts, and ``timelines`` that ranks have in turn.
+
+    The number of all ranks where nothing does. A single host has no link, and its ranks are alike.
+    """
+    world_size = cluster.world_size
+    if cluster.traffic or cluster.paths:
+        return world_size
+    hosts = [_like(host) for host in cluster.hosts]
+    ends = [1] if len(hosts) == 1 else list(accumulate(workers for workers, _, _ in hosts))
+    for count, ranks in enumerate(ends, 1):
+        period = lcm(ranks, timelines)
+        alike = len(hosts) == 1 or (
+            len(hosts) % count == 0 and all(host == hosts[at % count] for at, host in enumerate(hosts))
+        )
+        if alike and world_size % period == 0:
+            return period
+    return world_size
+
+
+def played_ranks(cluster: Cluster, schedule: Schedule, timelines: int) -> int:
+    """How many ranks are to be played, each for those that do the same at the same moment: all where none do.
+
+    ``timelines`` is the number of those that ranks have in turn. Of pipelines side by side whole ones are played.
+    """
+    buckets: Sequence[BucketSchedule] = ()
+    if isinstance(schedule, ReplicatedSchedule):
+        buckets = schedule.buckets
+    elif isinstance(schedule, BucketSchedule):
+        buckets = (schedule,)
+    # Servers' shares differ from rank to rank, and hosts without workers serve all ranks.
+    if not buckets or any(
+        each.serving.shares or each.serving.hosts is not None or not each.algorithms.repeat
+        for each in buckets
+    ):
+        return cluster.world_size
+    if not isinstance(schedule, ReplicatedSchedule):
+        return period_of(cluster, timelines)
+    pipelines, stages = schedule.pipelines, len(schedule.pipeline.ranks)
+    if len(pipelines) == 1 or timelines == cluster.world_size:
+        return cluster.world_size
+    period = period_of(cluster, lcm(timelines, stages))
+    count = period // stages
+    shifted = all(
+        own == tuple(rank + period for rank in before)
+        for before, own in zip(pipelines, pipelines[count:], strict=False)
+    )
+    return period if shifted else cluster.world_size
+
+
+def _like(host: Host) -> tuple[int, float, float]:
+    return host.workers, host.up_gbps, host.down_gbps
+
+
+MAX_OPERATIONS = 60_000_000
+BYTES_AN_OPERATION = 80  # its line, and when it started and ended
+
+
+def check_size(ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule) -> None:
+    """Refuse what would take too long."""
+    operations = operations_of(ranks, job, strategy, schedule)
+    if operations > MAX_OPERATIONS:
+        raise UserError(
+            "the replay would be too large",
+            got=f"about {operations:.1e} operations, {operations * BYTES_AN_OPERATION / 1e9:.0f} GB",
+            expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
+            fix="Replay fewer workers, or record fewer steps.",
+        )
+
+
+def operations_of(
+    ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule
+) -> int:
+    """Roughly how many operations there are: those of each pass's buckets, and of blocking collectives."""
+    world_size = job.world_size
+    items = collectives = 0
+    pieces = plugin_of(strategy).messages(schedule, world_size, job.on.library)
+    for timelines in ranks:
+        launched = 0
+        for item in (item for timeline in timelines for item in timeline.items):
+            items += 1
+            launched += pieces * (item.kind == Point.BACKWARD_END) + (
+                item.kind in (Point.BLOCKING, Part.READ)
+            )
+        collectives = max(collectives, launched)
+    steps = 4 * world_size + 4
+    if isinstance(schedule, ReplicatedSchedule):  # NCCL's own model times what its replicas do as a whole
+        steps = 3 if job.on.nccl is not None else 4 * len(schedule.pipelines) + 4
+    return items + collectives * len(ranks) * steps
+
+
+@contextmanager
+def times_in_range() -> Iterator[None]:
+    """Say in words that times are more than replay can count."""
+    try:
+        yield
+    except OverflowError:
+        raise UserError(
+            "the replayed times are out of range",
+            expected="steps of less than a century",
+            fix="Check the rates and latencies of the cluster, and --what-if.",
+        ) from None
+
+
+MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
+LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
+
+Recorded = Mapping[int, Sequence[Timeline]]
+
+
+# The steps that every rank of a replay takes: its own if it was recorded, otherwise those of recorded ranks.
+#
+# Ranks that were not recorded repeat the recorded ones, but start at another step: if all were in the same step at a
+# time, the slowest of many ranks would never be slower than the slowest of the recorded ones.
+
+
+def draws_of(job: Job, strategy: Strategy, schedule: Schedule) -> int:
+    """How often the recorded ranks are drawn, each time from another step on, before they repeat.
+
+    As often as the workers of ``job`` need and as there are steps, where so many ranks can be played in good time.
+    """
+    recorded, cluster = job.steps.timelines, job.on
+    rounds = -(-cluster.world_size // len(recorded))
+    steps = len(recorded[min(recorded)])
+    if rounds == 1 or steps == 1 or not _alike(recorded):
+        return 1
+    a_rank = operations_of([recorded[min(recorded)]], job, strategy, schedule)
+    for draws in range(min(rounds, steps), 1, -1):
+        if a_rank * period_of(cluster, draws * len(recorded)) <= MOST_OPERATIONS:
+            return draws
+    return 1
+
+
+def ranks_of(
+    recorded: Recorded,
+    draws: int,
+    factors: Iterable[float],
+    warm_up_steps: int = 1,
+    incidents: Incidents = Incidents(),  # noqa: B008
+) -> list[list[Timeline]]:
+    """One list of timelines per rank, whose computation takes ``factors`` times as long.
+
+    Some of the steps are slow by chance, by ``incidents``. The first of them is repeated ``warm_up_steps`` times.
+    """
+    names = sorted(recorded)
+    ranks = []
+    for rank, factor in enumerate(factors):
+        timelines = recorded.get(rank) or recorded[names[rank % len(names)]]
+        first = 0 if rank in recorded else rank // len(names) % draws
+        own = [*timelines[first:], *timelines[:first]]
+        if factor != 1.0:
+            own = [timeline.scaled(factor) for timeline in own]
+        if incidents.slow_share:
+            share, slow = incidents.slow_share, incidents.slow_factor
+            own = [each.scaled(slowed(share, slow, 0, rank, step)) for step, each in enumerate(own)]
+        ranks.append([own[0]] * warm_up_steps + own)
+    return ranks
+
+
+def may_fold(recorded: Recorded) -> bool:
+    """Whether rank ``r`` takes the steps of rank ``r`` modulo the number of recorded ranks."""
+    if any(item.members for own in recorded.values() for timeline in own for item in timeline.items):
+        return False
+    return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
+
+
+def _launches(item: Item) -> bool:
+    """Whether something may be communicated at it: to read gradients may take gathers."""
+    return item.kind in LAUNCHING or (item.kind == Part.READ and item.name != Read.VALUES)
+
+
+def _alike(recorded: Recorded) -> bool:
+    """Whether all steps launch the same, so that ranks may be in different ones at a time."""
+    launches = {
+        tuple(sorted((item.kind, item.name, item.size_bytes) for item in timeline.items if _launches(item)))
+        for timelines in recorded.values()
+        for timeline in timelines
+    }
+    return len(launches) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """The simulation of a job: the graph as built, and when its operations ran.
+
+    ``played`` says when they ran; ``operations`` is their number, and laying them out and simulating them took
+    ``elapsed_s``.
+    """
+
+    job: Job
+    strategy: Strategy
+    graph: GraphBuilder[Any]
+    played: PlayedTimes
+    operations: int
+    elapsed_s: float
+
+    @property
+    def first_step(self) -> int:
+        """The position of the first step that counts."""
+        return self.job.steps.warm_up_steps
+
+    @cached_property
+    def step_times_ns(self) -> npt.NDArray[np.float64]:
+        """For each step that counts and that all ranks come to the end of, its mean length over ranks."""
+        steps = self.graph.common_steps[self.first_step - 1 :]
+        ends_ns = np.array([self.played.end_ns[self.graph.boundaries[step]] for step in steps])
+        lengths: npt.NDArray[np.float64] = np.diff(ends_ns, axis=0).mean(axis=1)
+        return lengths
+
+    @cached_property
+    def step_times_ms(self) -> tuple[float, ...]:
+        """The same in ms."""
+        return tuple((self.step_times_ns / 1e6).tolist())
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The mean over the steps that count, and over ranks."""
+        return float(np.mean(self.step_times_ms))
+
+    def duration_ns(self, span: ComputeSpan) -> int:
+        """How long a span of computation took."""
+        return int(self.played.end_ns[span.operation] - self.played.start_ns[span.operation])
+
+    @cached_property
+    def waiting_ms(self) -> float:
+        """The time in which ranks did not compute, as they waited, averaged over steps and ranks."""
+        common, boundaries = self.graph.common_steps, self.graph.boundaries
+        spans = (each for each in self.graph.spans if self.first_step <= each.step <= common[-1])
+        computed_ns = sum(map(self.duration_ns, spans))
+        first, last = (np.array(boundaries[step]) for step in (self.first_step - 1, common[-1]))
+        steps = len(common) - self.first_step
+        took_ns = float((self.played.end_ns[last] - self.played.end_ns[first]).mean())
+        return max(0.0, (took_ns - computed_ns / self.graph.ranks) / steps / 1e6)
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """The most that one rank holds at once; None where nothing is known of parameters."""
+        peaks_bytes = self.peaks_bytes
+        return None if peaks_bytes is None else max(peaks_bytes)
+
+    @cached_property
+    def peaks_bytes(self) -> tuple[int, ...] | None:
+        """The same of a rank of each stage, or of each rank that has several."""
+        if not self.job.has_parameters:
+            return None
+        return rank_peaks_bytes(self.job, self.strategy, self.graph.schedule)
+
+    @cached_property
+    def peak_is_rough(self) -> bool:
+        """Whether these peaks are of a job whose memory was not watched."""
+        return peak_is_rough(self.job, self.strategy, self.graph.schedule)
+
+    def rank_peak_bytes(self, rank: int) -> int | None:
+        """The most that ``rank`` holds at once: that of its stages, where it has some of its own."""
+        peaks_bytes, schedule = self.peaks_bytes, self.graph.schedule
+        if (
+            peaks_bytes is None
+            or not isinstance(schedule, PipelineSchedule)
+            or rank not in schedule.rank_of_stage
+        ):
+            return self.peak_bytes
+        several = len(schedule.ranks) < schedule.stages
+        return peaks_bytes[rank if several else schedule.rank_of_stage.index(rank)]
+
+
+class Simulator:
+    """Simulates jobs, and keeps the resources of the last: most plans are tried on one cluster."""
+
+    def __init__(self) -> None:
+        self._resources: ClusterResources | None = None
+
+    def simulate(self, job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
+        """Play ``job`` under ``strategy``: every step that it knows of, after a warm-up.
+
+        Ranks that do the same at the same moment are played once, unless ``fold`` is False.
+
+        Raises PlanError where the strategy does not fit the model, UserError where the graph would be too large or
+        times are out of range.
+        """
+        begun = time.perf_counter()
+        job = in_whole_periods(job, strategy)
+        with times_in_range():
+            graph, dataflow = self._laid_out(job, strategy, fold=fold)
+            played = play_disturbed(graph, dataflow, job.on.compute_slowdown)
+        return Simulation(job, strategy, graph, played, len(dataflow), time.perf_counter() - begun)
+
+    def lay_out(
+        self, job: Job, strategy: Strategy, *, fold: bool = False
+    ) -> tuple[GraphBuilder[Any], OperationGraph]:
+        """The graph that ``simulate`` would play. Raises as it does."""
+        with times_in_range():
+            return self._laid_out(in_whole_periods(job, strategy), strategy, fold=fold)
+
+    def _laid_out(
+        self, job: Job, strategy: Strategy, *, fold: bool
+    ) -> tuple[GraphBuilder[Any], OperationGraph]:
+        cluster, computation = job.on, job.steps
+        check_dimension(job, strategy)
+        check_members_stay(job, strategy)
+        with asking("strategy", strategy):
+            strategy, _ = carried_out_by(strategy, cluster.library)
+        schedule = decided(strategy, job)
+        serving = schedule.serving if isinstance(schedule, BucketSchedule) else EVENLY
+        cluster = cluster.with_server_hosts(serving.hosts or 0)
+        known = computation.timelines
+        draws = draws_of(job, strategy, schedule)
+        alike = fold and not computation.rank_factors and not job.incidents.slow_share and may_fold(known)
+        period = played_ranks(cluster, schedule, draws * len(known)) if alike else cluster.world_size
+        factors = (computation.factor_of(rank) for rank in range(period))
+        ranks = ranks_of(known, draws, factors, computation.warm_up_steps, job.incidents)
+        check_size(ranks, job, strategy, schedule)
+        folded = period if period < cluster.world_size else 0
+        graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
+        with asking("strategy", strategy):
+            lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job, strategy), ranks)
+            return graph, graph.close()
+
+    def _resources_of(self, cluster: Cluster, folded: int) -> ClusterResources:
+        before = self._resources
+        if before is None or before.folded != folded or before.cluster != cluster:
+            self._resources = before = ClusterResources(cluster, folded)
+        return before
+
+
+def in_whole_periods(job: Job, strategy: Strategy) -> Job:
+    """``job`` with as many steps as make up whole periods of ``strategy``, which most repeat in every step."""
+    if strategy.repeats_after == 1:
+        return job
+    return replace(job, computation=job.steps.in_periods_of(strategy.repeats_after))
+
+
+def check_dimension(job: Job, strategy: Strategy) -> None:
+    """Raise PlanError where ``strategy`` trains whole models and the model of ``job`` is cut into stages."""
+    if len(job.stages) > 1 and not fits(job, type(strategy)):
+        raise PlanError(
+            "this strategy trains a whole model on every rank",
+            got=f"{strategy.describe()}, and a model that is cut into {len(job.stages)} stages",
+            expected="a pipeline",
+        )
+
+
+def check_members_stay(job: Job, strategy: Strategy) -> None:
+    """Raise UnsupportedError where ranks of ``job`` die or join, and ``strategy`` has all finish steps together."""
+    if job.incidents.change_members:
+        raise UnsupportedError(
+            "ranks finish their steps together under this strategy: a death would stop the job, and nobody can join it",
+            got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
+            expected="a strategy whose ranks go on without each other, such as partial-all-reduce",
+            fix="Leave dies: and joins: out, or replay such a plan.",
+        )
+
+
+def check_lives_through(job: Job, strategy: Strategy) -> None:
+    """Raise UnsupportedError where the simulation of ``strategy`` over a time, if it has one, knows no incidents."""
+    plugin = plugin_of(strategy)
+    if job.incidents.are_there and plugin.has_horizon and not plugin.simulates_incidents:
+        raise UnsupportedError(
+            "no random slowdowns, deaths or joins are simulated under this strategy",
+            got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
+            expected="partial-all-reduce, or for slowdowns a strategy whose ranks finish steps together",
+        )
+
+
+def simulate(job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
+    """Play ``job`` under ``strategy`` once. Raises as ``Simulator.simulate`` does."""
+    return Simulator().simulate(job, strategy, fold=fold)

@@ -1,0 +1,228 @@
+"""The journal of a coordinator: after a crash, another one goes on where it stood.
+
+A line is the CRC-32 of a JSON document, and the document. The first is a snapshot of the ledger; each other one is an
+event and what it led to. Every line is handed to the operating system before anybody is told of what it says, so that
+it outlives a process that is killed; lines with decisions are on the disk (fsync) before that, so that decisions that
+somebody has heard outlive a machine that loses its power, and so do all lines before them. A last line that is torn is
+dropped: nobody has heard of it. When the journal has grown, a snapshot written next to it takes its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headway import files
+from headway.errors import UserError
+from headway.strategies.partial_all_reduce.coordinator.ledger import (
+    AnyEvent,
+    Event,
+    Ledger,
+    MakeGenerator,
+    Said,
+    Snapshot,
+)
+from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart
+
+FORMAT = 1
+MAX_BYTES = 512 * 2**20
+COMPACT_BYTES = 16 * 2**20
+"""From which size on a snapshot takes the journal's place, once it is twice as large as its first snapshot."""
+_OWNER_ONLY = 0o600
+
+
+class _Header(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    headway_journal: int
+    generator: str
+    snapshot: Snapshot
+
+
+class JournalError(UserError):
+    """A journal is damaged, in use, or of another job or generator."""
+
+
+class Journal:
+    """An open journal, which no other coordinator may use at the same time."""
+
+    def __init__(self, path: Path, generator: str) -> None:
+        """Take the journal at ``path`` for a generator described by ``generator``; raises JournalError where in use."""
+        self.path = path
+        self._generator = generator
+        self._file = -1
+        self._size_bytes = self._compact_at_bytes = 0
+        self._lock = self._locked()
+
+    def open(self, make_generator: MakeGenerator, job: str) -> Ledger:
+        """The ledger that the journal is of; that of the new job named ``job`` where there is no journal yet.
+
+        Raises JournalError where it is damaged, or of another generator.
+        """
+        if not self.path.exists():
+            ledger = Ledger(make_generator, job)
+            try:
+                self.compact(ledger)
+            except OSError as failure:
+                raise JournalError(
+                    f"the journal {self.path} cannot be written", got=failure.strerror
+                ) from None
+            return ledger
+        lines, size_bytes = self._lines()
+        ledger = self._replayed(lines, make_generator)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        os.ftruncate(self._file, size_bytes)
+        self._size_bytes = size_bytes
+        self._compact_at_bytes = max(COMPACT_BYTES, 2 * len(lines[0]))
+        return ledger
+
+    def append(self, event: AnyEvent, said: Sequence[Said]) -> None:
+        """Hand a line to the operating system. Raises OSError where that fails."""
+        self._write({"event": event.model_dump(mode="json"), "led_to": _led_to(said)})
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk. Raises OSError where that fails."""
+        os.fsync(self._file)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has grown so much that it should be compacted."""
+        return self._size_bytes >= self._compact_at_bytes
+
+    def compact(self, ledger: Ledger) -> None:
+        """Let a snapshot of ``ledger`` take the place of all lines. Raises OSError where that fails."""
+        header = _Header(headway_journal=FORMAT, generator=self._generator, snapshot=ledger.snapshot())
+        new = self.path.with_name(f".{self.path.name}.new")
+        before = self._file
+        self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, _OWNER_ONLY)
+        self._size_bytes = 0
+        self._write(header.model_dump(mode="json"))
+        os.fsync(self._file)
+        new.replace(self.path)
+        _sync_folder(self.path.parent)
+        self._compact_at_bytes = max(COMPACT_BYTES, 2 * self._size_bytes)
+        if before >= 0:
+            os.close(before)
+
+    def close(self) -> None:
+        """Sync and release it."""
+        if self._file >= 0:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+        os.close(self._lock)
+
+    def _locked(self) -> int:
+        try:
+            lock = os.open(
+                self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, _OWNER_ONLY
+            )
+        except OSError as failure:
+            raise JournalError(
+                f"the journal {self.path} cannot be opened", got=failure.strerror,
+                fix="Check the folder and its rights.",
+            ) from None  # fmt: skip
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise JournalError(
+                f"the journal {self.path} is in use", expected="one coordinator a journal",
+                fix="End the other coordinator first.",
+            ) from None  # fmt: skip
+        return lock
+
+    def _write(self, document: dict[str, Any]) -> None:
+        rest = _line(document)
+        self._size_bytes += len(rest)
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+
+    def _lines(self) -> tuple[list[bytes], int]:
+        """The documents of all whole lines, and where they end."""
+        try:
+            with files.open_regular(self.path, JournalError, "the journal") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as failure:
+            raise JournalError(f"the journal {self.path} cannot be read", got=failure.strerror) from None
+        if len(data) > MAX_BYTES:
+            raise JournalError(f"the journal {self.path} is too large", expected=f"at most {MAX_BYTES} bytes")
+        *whole, _ = data.split(b"\n")
+        found: list[bytes] = []
+        size_bytes = 0
+        for number, line in enumerate(whole):
+            document = _document(line)
+            if document is None:
+                if not found or any(_document(later) is not None for later in whole[number + 1 :]):
+                    raise self._damaged(number)
+                break
+            found.append(document)
+            size_bytes += len(line) + 1
+        if not found:
+            raise self._damaged(0)
+        return found, size_bytes
+
+    def _replayed(self, lines: Sequence[bytes], make_generator: MakeGenerator) -> Ledger:
+        try:
+            header = _Header.model_validate_json(lines[0])
+        except ValidationError:
+            raise self._damaged(0) from None
+        if header.headway_journal != FORMAT or header.generator != self._generator:
+            raise JournalError(
+                f"the journal {self.path} is of another coordinator",
+                got=f"generator {header.generator}, format {header.headway_journal}",
+                expected=f"generator {self._generator}, format {FORMAT}",
+                fix="Start it as it was started before, or with a new journal.",
+            )
+        number = 0
+        try:
+            ledger = Ledger.restored(make_generator, header.snapshot)
+            for line in lines[1:]:
+                number += 1
+                document = json.loads(line)
+                event = Event.validate_python(document["event"])
+                if _led_to(ledger.apply(event)) != document["led_to"]:
+                    raise ValueError("the generator decides otherwise")
+        except (ValueError, LookupError, TypeError, AssertionError, RecursionError):
+            raise self._damaged(number) from None
+        return ledger
+
+    def _damaged(self, number: int) -> JournalError:
+        return JournalError(
+            f"the journal {self.path} is damaged at line {number + 1}, or another version of Headway wrote it",
+            fix="Start with a new journal; the job's workers join again.",
+        )
+
+
+def _led_to(said: Sequence[Said]) -> list[list[Any]]:
+    return [
+        [one.number, *(member.worker for member in one.members)]
+        if isinstance(one, GroupStart)
+        else [one.number, "committed" if one.committed else "aborted"]
+        for one in said
+    ]
+
+
+def _line(document: dict[str, Any]) -> bytes:
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _document(line: bytes) -> bytes | None:
+    checksum, _, text = line.partition(b" ")
+    return text if checksum == b"%08x" % zlib.crc32(text) and text else None
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

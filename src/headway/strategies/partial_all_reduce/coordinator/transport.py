@@ -1,0 +1,138 @@
+"""Connections of workers to their coordinator: gRPC, with what both ends must agree on about it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import UserError, how_to_install
+from headway.rpc.interface import is_loopback
+from headway.strategies.partial_all_reduce.coordinator.messages import (
+    MAX_TO_COORDINATOR_BYTES,
+    MAX_TO_WORKER_BYTES,
+)
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+SERVICE = "headway.Coordinator"
+METHOD = "Connect"
+SERVER_NAME = "headway-coordinator"
+"""The name in the certificates of coordinators."""
+KEEPALIVE_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+PINGS_NOT_BEFORE_MS = 10_000
+MAX_RECONNECT_MS = 1_000
+
+Options = list[tuple[str, Any]]
+
+
+def require_grpc() -> None:
+    """Raises UserError where gRPC is not installed."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it would report each connection that fails to stderr
+    # Its own support of forks starts threads in each forked process, such as a data loader's, and they crash there.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    try:
+        import grpc.aio  # noqa: F401
+    except ImportError:
+        raise missing("grpcio") from None
+
+
+def missing(library: str) -> UserError:
+    """The error where a library of the extra is not installed."""
+    return UserError(
+        f"the coordinator needs {library}, which is not installed",
+        fix=f"Run: {how_to_install('coordination')}.",
+    )
+
+
+def parse_address(text: str, what: str = "the coordinator's address") -> tuple[str, int]:
+    """Host and port of HOST:PORT, or [HOST]:PORT. Raises UserError where ``text`` is none."""
+    host, separator, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not separator or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{what} is none", got=text, expected="HOST:PORT, an IPv6 address in brackets")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """``host`` and ``port`` as one text."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_local(host: str) -> bool:
+    """Whether ``host`` can be reached from this machine only."""
+    return host == "localhost" or is_loopback(host)
+
+
+def check_secret(host: str, secret: bytes | None) -> None:
+    """Raises UserError where an address that others reach is used without a secret."""
+    if secret is None and not is_local(host):
+        raise UserError(
+            "a coordinator that other hosts reach needs a secret", got=host,
+            expected="a loopback address, or a secret",
+            fix="Write one with: headway coordinate --new-secret FILE; give every worker a copy.",
+        )  # fmt: skip
+
+
+def server_options(handshake_s: float, idle_s: float, max_connections: int) -> Options:
+    """How a coordinator listens: nobody occupies it without saying something."""
+    return [
+        (
+            "grpc.so_reuseport",
+            0,
+        ),  # a second coordinator on the port fails, and does not get half of the workers
+        ("grpc.max_receive_message_length", MAX_TO_COORDINATOR_BYTES),
+        ("grpc.max_send_message_length", MAX_TO_WORKER_BYTES),
+        ("grpc.max_metadata_size", 4096),
+        ("grpc.absolute_max_metadata_size", 8192),
+        ("grpc.max_concurrent_streams", 2),  # the one in use, and its successor
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", int(handshake_s * 1000)),
+        ("grpc.max_connection_idle_ms", int(idle_s * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", PINGS_NOT_BEFORE_MS),
+    ]
+
+
+def client_credentials(secret: bytes | None) -> grpc.ChannelCredentials | None:
+    """What proves a worker's secret, and demands the same of its coordinator; None without a secret.
+
+    Raises UserError where what makes certificates is not installed.
+    """
+    if secret is None:
+        return None
+    from headway.strategies.partial_all_reduce.coordinator import security
+
+    return security.client_credentials(secret)
+
+
+def channel(host: str, port: int, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    """A channel to a coordinator, of ``client_credentials``. Connects when used."""
+    import grpc.aio
+
+    options: Options = [
+        (
+            "grpc.use_local_subchannel_pool",
+            1,
+        ),  # workers of one process, as in tests, do not share a connection
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.max_receive_message_length", MAX_TO_WORKER_BYTES),
+        ("grpc.max_send_message_length", MAX_TO_COORDINATOR_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ]
+    target = format_address(host, port)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options)
+    options.append(("grpc.ssl_target_name_override", SERVER_NAME))
+    return grpc.aio.secure_channel(target, credentials, options)

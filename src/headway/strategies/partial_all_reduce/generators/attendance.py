@@ -1,0 +1,199 @@
+"""Who is there, who waits and which groups run: what every generator keeps of its workers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headway.strategies.chance import Chance
+from headway.strategies.partial_all_reduce.generators.generator import (
+    GeneratorOptions,
+    Grant,
+    GroupGenerator,
+    Worker,
+)
+
+O = TypeVar("O", bound=GeneratorOptions)  # noqa: E741
+Count = Annotated[int, Field(ge=0)]
+
+
+class RunningGroup(BaseModel):
+    """A group that averages. ``gone`` are members that have left since; they may have joined again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: Count
+    members: tuple[Count, ...]
+    gone: tuple[Count, ...] = ()
+
+
+class State(BaseModel):
+    """What a generator knows, as it is kept. Generators that know more derive from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generator: str
+    options: dict[str, Any]
+    seed: int
+    drawn_numbers: Count
+    next_number: Count
+    present: tuple[Count, ...]
+    waiting: tuple[tuple[Count, int], ...]
+    running: tuple[RunningGroup, ...]
+
+    @model_validator(mode="after")
+    def _one_place_each(self) -> Self:
+        """Nobody waits twice or without being there, or is in two groups that run."""
+        waiting = [worker for worker, _ in self.waiting]
+        members = [worker for group in self.running for worker in group.members]
+        inside = [worker for group in self.running for worker in group.members if worker not in group.gone]
+        numbers = [group.number for group in self.running]
+        if (
+            len(set(waiting)) < len(waiting)
+            or len(set(members)) < len(members)
+            or len(set(numbers)) < len(numbers)
+            or not set(waiting) <= set(self.present)
+            or set(waiting) & set(inside)
+            or not set(inside) <= set(self.present)
+            or any(number >= self.next_number for number in numbers)
+        ):
+            raise ValueError("a worker is in two places, or a group has no number of its own")
+        return self
+
+
+class Attendance(GroupGenerator, Generic[O]):
+    """A generator without a rule: ``_drawn_now`` is its rule, and ``_left`` what else a departure changes.
+
+    ``hosts`` says which host a worker is on. It is read whenever groups are drawn, so that workers can be added to it
+    before they join; one that it lacks is on a host of its own.
+    """
+
+    name: ClassVar[str]
+    state_class: ClassVar[type[State]] = State
+
+    def __init__(self, options: O, hosts: Mapping[Worker, str], seed: int) -> None:
+        self.options, self.hosts = options, hosts
+        self.chance = Chance(seed)
+        self.present: set[Worker] = set()
+        self.waiting: dict[Worker, int] = {}  # since when (ns), in the order of arrival
+        self.running: dict[int, RunningGroup] = {}
+        self._runs_in: dict[Worker, int] = {}  # by number
+        self._next_number = 0
+
+    @abstractmethod
+    def _drawn_now(self, now_ns: int) -> Iterable[Sequence[Worker]]:
+        """The groups that begin now, one after the other: each is of workers that ``_is_ready``."""
+
+    def _asked(self, worker: Worker, now_ns: int) -> None:
+        """A worker has begun to wait."""
+
+    def _left(self, worker: Worker) -> None:
+        """A worker is not there any more."""
+
+    def _granted(self, members: tuple[Worker, ...]) -> None:
+        """A group begins, or a worker goes on alone."""
+
+    def _freed(self, worker: Worker, now_ns: int) -> None:
+        """The group of a worker, which may have left meanwhile, has ended."""
+
+    def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
+        """Count a worker in. Raises ValueError if it is there already."""
+        if worker in self.present:
+            raise ValueError(f"worker {worker} has joined already")
+        self.present.add(worker)
+        return self._grants(now_ns)
+
+    def leave(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
+        """Count a worker out; a group of it that runs goes on to run."""
+        if worker not in self.present:
+            return ()
+        self.present.discard(worker)
+        self.waiting.pop(worker, None)
+        if self._is_inside(worker):
+            group = self.running[self._runs_in[worker]]
+            gone = tuple(sorted((*group.gone, worker)))
+            self.running[group.number] = group.model_copy(update={"gone": gone})
+        self._left(worker)
+        return self._grants(now_ns)
+
+    def ask(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
+        """Have a worker wait. Raises ValueError if it is not there, waits already, or is in a group that runs."""
+        if worker not in self.present:
+            raise ValueError(f"worker {worker} asks and has not joined")
+        if worker in self.waiting or self._is_inside(worker):
+            raise ValueError(f"worker {worker} asks and is not free")
+        self.waiting[worker] = now_ns
+        self._asked(worker, now_ns)
+        return self._grants(now_ns)
+
+    def ended(self, number: int, now_ns: int) -> Sequence[Grant]:
+        """Free the members of a group. Raises ValueError where no group of that number runs."""
+        if (group := self.running.pop(number, None)) is None:
+            raise ValueError(f"no group {number} runs")
+        for worker in group.members:
+            del self._runs_in[worker]
+            self._freed(worker, now_ns)
+        return self._grants(now_ns)
+
+    def wake(self, now_ns: int) -> Sequence[Grant]:
+        """Look again whether a group can begin."""
+        return self._grants(now_ns)
+
+    def state(self) -> Mapping[str, Any]:
+        """All that it knows, as a JSON document."""
+        return self.state_class(**self._known()).model_dump(mode="json")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another one knew. Raises ValueError for the state of another generator or other options."""
+        found = self.state_class.model_validate(state)
+        if (found.generator, found.options) != (self.name, self.options.model_dump(mode="json")):
+            raise ValueError(f"this is the state of {found.generator} with {found.options}")
+        self._take(found)
+
+    def _known(self) -> dict[str, Any]:
+        return {
+            "generator": self.name,
+            "options": self.options.model_dump(mode="json"),
+            "seed": self.chance.seed,
+            "drawn_numbers": self.chance.count,
+            "next_number": self._next_number,
+            "present": tuple(sorted(self.present)),
+            "waiting": tuple(self.waiting.items()),
+            "running": tuple(self.running.values()),
+        }
+
+    def _take(self, state: Any) -> None:
+        self.chance = Chance(state.seed, state.drawn_numbers)
+        self._next_number = state.next_number
+        self.present = set(state.present)
+        self.waiting = dict(state.waiting)
+        self.running = {group.number: group for group in state.running}
+        self._runs_in = {worker: group.number for group in state.running for worker in group.members}
+
+    def _is_inside(self, worker: Worker) -> bool:
+        """Whether a group runs that it is in and has not left."""
+        number = self._runs_in.get(worker)
+        return number is not None and worker not in self.running[number].gone
+
+    def _is_ready(self, worker: Worker) -> bool:
+        """Whether it waits and, should it have joined again, no group runs that it had left."""
+        return worker in self.waiting and worker not in self._runs_in
+
+    def _grants(self, now_ns: int) -> Sequence[Grant]:
+        grants = []
+        for group in self._drawn_now(now_ns):
+            members = tuple(sorted(group))
+            assert members
+            assert all(map(self._is_ready, members)), "a group begins when all of its members wait"
+            number, self._next_number = self._next_number, self._next_number + 1
+            for worker in members:
+                del self.waiting[worker]
+            if len(members) > 1:
+                self.running[number] = RunningGroup(number=number, members=members)
+                self._runs_in |= dict.fromkeys(members, number)
+            self._granted(members)
+            grants.append(Grant(number, members))
+        return grants

@@ -1,0 +1,305 @@
+"""Groups drawn before all of their members have come: the queues in which workers keep them, in one order for all."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headway.strategies.partial_all_reduce.generators.attendance import Attendance, Count, State
+from headway.strategies.partial_all_reduce.generators.generator import (
+    DrawingOptions,
+    Grant,
+    MixingOptions,
+    Worker,
+)
+
+SMOOTHING = 4  # iterations over which means are taken
+
+
+class Pace(BaseModel):
+    """Of one worker, when it was last free and when it asked last, and the means of ``lag`` and ``period`` (ns)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    free_ns: int
+    asked_ns: int | None = None
+    lag_ns: int | None = Field(default=None, ge=0)
+    period_ns: int | None = Field(default=None, ge=0)
+
+
+class Lateness:
+    """How long each worker takes from the end of its group until it asks again: its ``lag``.
+
+    Counts of requests do not tell who is slow: workers that average with a slow one ask as rarely as it does. But they
+    ask immediately, or after their own iteration, when their group has ended, and the slow one comes last.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self.paces: dict[Worker, Pace] = {}
+        self._shortest_ns: int | None = None  # of mean periods; None: to be found again
+
+    def asked(self, worker: Worker, now_ns: int) -> None:
+        """A worker asks."""
+        if not self._threshold:
+            return
+        pace = self.paces.get(worker) or Pace(free_ns=now_ns)
+        if pace.asked_ns is None:
+            self.paces[worker] = pace.model_copy(update={"asked_ns": now_ns})
+            return
+        lag_ns, period_ns = now_ns - max(pace.free_ns, pace.asked_ns), now_ns - pace.asked_ns
+        self.paces[worker] = Pace(
+            free_ns=pace.free_ns, asked_ns=now_ns, lag_ns=_mean(pace.lag_ns, max(0, lag_ns)),
+            period_ns=_mean(pace.period_ns, max(0, period_ns)),
+        )  # fmt: skip
+        self._shortest_ns = None
+
+    def freed(self, worker: Worker, now_ns: int) -> None:
+        """The group of a worker has ended."""
+        if (pace := self.paces.get(worker)) is not None:
+            self.paces[worker] = pace.model_copy(update={"free_ns": now_ns})
+
+    def left(self, worker: Worker) -> None:
+        """A worker is not there any more."""
+        self.paces.pop(worker, None)
+        self._shortest_ns = None
+
+    def is_late(self, worker: Worker, other: Worker) -> bool:
+        """Whether ``worker`` comes later than ``other`` by the threshold, a share of the shortest iteration."""
+        one, two = self.paces.get(worker), self.paces.get(other)
+        if one is None or two is None or one.lag_ns is None or two.lag_ns is None:
+            return False
+        if self._shortest_ns is None:
+            self._shortest_ns = min(
+                pace.period_ns for pace in self.paces.values() if pace.period_ns is not None
+            )
+        return one.lag_ns - two.lag_ns > self._threshold * self._shortest_ns
+
+    def known(self) -> dict[Worker, Any]:
+        """All that it knows, as a JSON document."""
+        return {worker: pace.model_dump(mode="json") for worker, pace in sorted(self.paces.items())}
+
+    def take(self, paces: Mapping[Worker, Pace]) -> None:
+        """Go on from what another one knew."""
+        self.paces = dict(paces)
+        self._shortest_ns = None
+
+
+def _mean(mean: int | None, new: int) -> int:
+    return new if mean is None else mean + (new - mean) // SMOOTHING
+
+
+Group = tuple[Worker, ...]
+
+
+class Mixing:
+    """The last ``window`` groups of each worker, however long ago: who is slow keeps its groups for longer.
+
+    Workers that these do not connect, directly or by way of others, train models that drift apart (Partial Reduce:
+    Miao et al., SIGMOD 2021).
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.recent: dict[Worker, tuple[Group, ...]] = {}
+
+    def granted(self, group: Group) -> None:
+        """A group begins."""
+        for worker in group:
+            self.recent[worker] = (*self.recent.get(worker, ()), group)[-self._window :]
+
+    def left(self, worker: Worker) -> None:
+        """A worker is not there any more."""
+        self.recent.pop(worker, None)
+
+    def is_known(self, worker: Worker) -> bool:
+        """Whether it was in as many groups as count, so that it would be connected if it ever were."""
+        return len(self.recent.get(worker, ())) == self._window
+
+    def parts(self, workers: Iterable[Worker], more: Iterable[Group] = ()) -> Parts:
+        """What groups, and ``more`` that are to begin, connect of ``workers``."""
+        return Parts(workers, chain(set(chain.from_iterable(self.recent.values())), more))
+
+
+class Parts:
+    """The workers that groups connect with each other: each part is known by its least worker."""
+
+    def __init__(self, workers: Iterable[Worker], groups: Iterable[Sequence[Worker]]) -> None:
+        self._above: dict[Worker, Worker] = {worker: worker for worker in workers}
+        for group in groups:
+            present = [worker for worker in group if worker in self._above]
+            for one, other in pairwise(present):
+                first, second = sorted((self.of(one), self.of(other)))
+                self._above[second] = first
+
+    def of(self, worker: Worker) -> Worker:
+        """The part that a worker belongs to."""
+        while (above := self._above[worker]) != worker:
+            self._above[worker] = self._above[above]
+            worker = above
+        return worker
+
+    def outside(self, worker: Worker) -> list[Worker]:
+        """Those of the other parts, in order."""
+        own = self.of(worker)
+        return [each for each in sorted(self._above) if self.of(each) != own]
+
+
+O = TypeVar("O", bound=MixingOptions)  # noqa: E741
+
+
+class QueuedState(State):
+    """What such a generator knows. ``asks`` counts the requests of each worker that is there."""
+
+    queue: tuple[tuple[Count, ...], ...]
+    asks: dict[Worker, Count]
+    recent: dict[Count, tuple[tuple[Count, ...], ...]]
+    paces: dict[Count, Pace] = {}
+
+    @model_validator(mode="after")
+    def _somebody_comes(self) -> Self:
+        """Groups are of workers that are there, and whoever waits is in one."""
+        drawn = {worker for group in self.queue for worker in group}
+        known = set(self.present)
+        if (
+            not all(self.queue)
+            or not drawn <= known
+            or not {worker for worker, _ in self.waiting} <= drawn
+            or set(self.asks) != known
+        ):
+            raise ValueError("a group is of workers that are not there, or one waits for no group")
+        return self
+
+
+class QueuedGroups(Attendance[O]):
+    """A worker that asks takes the first group that was drawn with it; where there is none, its rule draws.
+
+    Groups are queued in the order in which they were drawn, one order for all workers, and a group begins when all of
+    its members wait and no group before it in the queue shares a member. The first in the queue therefore waits for
+    nothing but its members' iterations, so there is no deadlock; and as only a worker with nothing queued draws,
+    there are never more than a few groups a worker.
+
+    Rules can leave workers isolated for good: two groups of equal speed that a division always finds one after the
+    other stay what they are. Where a worker's last groups do not connect it with all others (``mixing``), it draws,
+    instead of by the rule, one that they do not connect it with.
+    """
+
+    state_class: ClassVar[type[State]] = QueuedState
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queue: list[Group] = []
+        self.asks: dict[Worker, int] = {}
+        self._mixing = Mixing(self.options.mixing_window)
+        drawing = self.options if isinstance(self.options, DrawingOptions) else DrawingOptions()
+        self._slowdown_threshold = drawing.slowdown_threshold
+        self._lateness = Lateness(drawing.lateness_threshold)
+
+    @abstractmethod
+    def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
+        """Groups for ``worker``, which has none, and for others, in the order in which they are to begin."""
+
+    def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
+        """Count a worker in, with as many requests as the others have in the middle: it is not taken for slow."""
+        if worker not in self.present:
+            others = sorted(self.asks.values())
+            self.asks[worker] = others[len(others) // 2] if others else 0
+        return super().join(worker, now_ns)
+
+    def _asked(self, worker: Worker, now_ns: int) -> None:
+        self.asks[worker] += 1
+        self._lateness.asked(worker, now_ns)
+        if self._has_none(worker):
+            drawn = self._bridge(worker) or self._draw(worker)
+            self.queue += filter(None, (tuple(sorted(set(group))) for group in drawn))
+            assert not self._has_none(worker), "a rule draws a group for whoever asks"
+
+    def _bridge(self, worker: Worker) -> list[Group]:
+        """A pair with one that no group connects ``worker`` with; none where there is none, or only slow ones."""
+        if not self._mixing.is_known(worker):
+            return []
+        parts = self._mixing.parts(self.present, self.queue)
+        outside = self._without_slow(worker, parts.outside(worker))
+        return [(worker, self.chance.one(outside))] if outside else []
+
+    def _granted(self, members: tuple[Worker, ...]) -> None:
+        self._mixing.granted(members)
+
+    def _freed(self, worker: Worker, now_ns: int) -> None:
+        self._lateness.freed(worker, now_ns)
+
+    def _left(self, worker: Worker) -> None:
+        """Groups for which somebody waits go on without a worker that has left; the others nobody knows of."""
+        del self.asks[worker]
+        self._mixing.left(worker)
+        self._lateness.left(worker)
+        awaited = {self._first_of(each) for each in self.waiting}
+        left: list[Group] = []
+        for number, group in enumerate(self.queue):
+            if worker not in group:
+                left.append(group)
+            elif number in awaited:
+                left.append(tuple(each for each in group if each != worker))
+        self.queue = left
+
+    def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
+        claimed: set[Worker] = set()
+        for group in tuple(self.queue):
+            if claimed.isdisjoint(group) and all(map(self._is_ready, group)):
+                self.queue.remove(group)
+                yield group
+            else:
+                claimed.update(group)
+
+    def _first_of(self, worker: Worker) -> int:
+        """Where in the queue the first group is that a worker is in."""
+        return next(number for number, group in enumerate(self.queue) if worker in group)
+
+    def _has_none(self, worker: Worker) -> bool:
+        return all(worker not in group for group in self.queue)
+
+    def _without_slow(self, worker: Worker, others: Iterable[Worker]) -> list[Worker]:
+        """``others`` in order, without ``worker`` itself and those that are slow for it.
+
+        That are those that have asked much less often than it (the slowdown filter) or come late (``lateness``), where
+        the options of a rule say so.
+        """
+        return [each for each in sorted(others) if each != worker and not self._is_slow_for(worker, each)]
+
+    def _is_slow_for(self, worker: Worker, other: Worker) -> bool:
+        behind = self.asks[worker] - self.asks[other]
+        threshold = self._slowdown_threshold
+        return (threshold > 0 and behind >= threshold) or self._lateness.is_late(other, worker)
+
+    def _is_slow(self, worker: Worker) -> bool:
+        """Whether a worker is slow for most of the others."""
+        others = [each for each in self.present if each != worker]
+        return 2 * sum(self._is_slow_for(each, worker) for each in others) > len(others)
+
+    def _known(self) -> dict[str, Any]:
+        return {
+            **super()._known(),
+            "queue": tuple(self.queue),
+            "asks": dict(sorted(self.asks.items())),
+            "recent": dict(self._mixing.recent),
+            "paces": self._lateness.known(),
+        }
+
+    def _take(self, state: Any) -> None:
+        super()._take(state)
+        self.queue, self.asks = list(state.queue), dict(state.asks)
+        self._mixing.recent = dict(state.recent)
+        self._lateness.take(state.paces)
+
+
+def divided(members: Sequence[Worker], size: int) -> list[Sequence[Worker]]:
+    """``members`` in groups of at most ``size``, nearly equal ones; of one more where somebody would be alone."""
+    count = -(-len(members) // size)
+    if count > 1 and len(members) // count < 2:
+        count = max(1, len(members) // size)
+    ends = [len(members) * number // count for number in range(count + 1)] if count else []
+    return [members[begin:end] for begin, end in pairwise(ends)]

@@ -1,0 +1,315 @@
+"""Where pipelines' stages lie: which host has which stage, so that slow links and paths carry little."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.cluster import Cluster, Ways
+
+Order = tuple[int, ...]
+Matrix = npt.NDArray[np.float64]
+
+MOST_TRIED = 6
+"""Up to so many hosts every order is looked at."""
+MOST_LINKED = 512
+"""For more hosts, the order stays."""
+MOST_LOOKS = 6000
+"""Orders that a search looks at, more or less."""
+MOST_KICKS = 20
+
+
+# In which order hosts should stand, where stages of pipelines and their replicas are laid over them in turn.
+#
+# Hosts with fast ways between them should be neighbours, so that slow ways are crossed as seldom as possible. Orders are
+# compared by what messages, the slowest stage or link, and the replicas' all-reduce take; a replay then decides.
+
+
+@dataclass(frozen=True, slots=True)
+class StageDemand:
+    """What every stage asks for: ``busy_ns`` of computation and ``message_bytes`` to the next stage a micro-batch.
+
+    Its replicas add up ``gradient_bytes``. Where it ``loops``, the last rank of a pipeline hands on to the first.
+    """
+
+    busy_ns: float
+    message_bytes: float
+    gradient_bytes: float
+    micro_batches: int
+    loops: bool = False
+
+
+def order_for(cluster: Cluster, pipelines: Sequence[Sequence[int]], demand: StageDemand) -> Order:
+    """The order of the hosts of ``cluster`` in which a step takes least, where ``pipelines[p][s]`` has stage ``s``.
+
+    Ranks are counted along that order. It is the order as it is where none is found to be better. Deterministic: few
+    hosts are ordered exactly, more by a search from orders of sites.
+    """
+    count = len(cluster.hosts)
+    as_it_is = tuple(range(count))
+    links = {(host.workers, host.up_gbps, host.down_gbps) for host in cluster.hosts}
+    if count < 3 or count > MOST_LINKED or (len(links) == 1 and not cluster.paths):
+        return as_it_is
+    costs = _StepCosts(cluster, pipelines, demand)
+    if count <= MOST_TRIED:
+        return min(permutations(as_it_is), key=lambda order: (costs(order), order))
+    return improved([as_it_is, by_speed(costs.message_ns)], costs, MOST_LOOKS)
+
+
+def by_speed(apart: Matrix) -> Order:
+    """An order in which hosts stand together that are near each other, at every distance (single linkage).
+
+    Groups are joined at their nearest ends.
+    """
+    count = len(apart)
+    group_of = [[host] for host in range(count)]
+    both = np.maximum(apart, apart.T)
+    ones, others = np.triu_indices(count, 1)
+    for pair in np.argsort(both[ones, others], kind="stable").tolist():
+        one, other = int(ones[pair]), int(others[pair])
+        first, second = group_of[one], group_of[other]
+        if first is second:
+            continue
+        joints = {
+            (turn_first, turn_second): both[first[0 if turn_first else -1], second[-1 if turn_second else 0]]
+            for turn_first in (False, True)
+            for turn_second in (False, True)
+        }
+        turn_first, turn_second = min(joints, key=lambda turns: joints[turns])
+        if turn_first:
+            first.reverse()
+        if turn_second:
+            second.reverse()
+        first += second
+        for host in second:
+            group_of[host] = first
+        if len(first) == count:
+            break
+    return tuple(group_of[0])
+
+
+def improved(starts: Sequence[Order], cost: Callable[[Order], float], looks: int) -> Order:
+    """The best that swaps of two, and turning parts round, make of ``starts``, after so many looks.
+
+    Where none of them gains, some hosts change places by chance, and it is tried again (iterated local search:
+    Lourenço, Martin, Stützle, 2003).
+    """
+    chance = random.Random(0)
+    best = min(starts, key=cost)
+    least, at, kicks = cost(best), best, 0
+    while looks > 0 and kicks < MOST_KICKS:
+        here, better = cost(at), True
+        while better and looks > 0:
+            better = False
+            for one, other in combinations(range(len(at)), 2):
+                swapped = list(at)
+                swapped[one], swapped[other] = swapped[other], swapped[one]
+                turned = (*at[:one], *at[one : other + 1][::-1], *at[other + 1 :])
+                for changed in dict.fromkeys((tuple(swapped), turned)):
+                    looks -= 1
+                    if (found := cost(changed)) < here * (1 - 1e-9):
+                        at, here, better = changed, found, True
+        kicks += 1
+        if here < least * (1 - 1e-9):
+            best, least, kicks = at, here, 0
+        kicked = list(best)
+        for place in [chance.sample(range(len(best)), 2) for _ in range(3)] if len(best) > 1 else []:
+            kicked[place[0]], kicked[place[1]] = kicked[place[1]], kicked[place[0]]
+        at = tuple(kicked)
+    return best
+
+
+class _StepCosts:
+    """About how long a step takes where hosts stand in an order: a pipeline once, its bottleneck, the all-reduce."""
+
+    def __init__(self, cluster: Cluster, pipelines: Sequence[Sequence[int]], demand: StageDemand) -> None:
+        ways, places = Ways(cluster), range(len(cluster.hosts))
+        self._gbps = np.array([[ways.gbps(one, other) for other in places] for one in places])
+        self._latency_ns = 1e3 * np.array(
+            [[ways.latency_us(one, other) for other in places] for one in places]
+        )
+        self._up = np.array([host.up_gbps for host in cluster.hosts])
+        self._down = np.array([host.down_gbps for host in cluster.hosts])
+        self._workers = np.array([host.workers for host in cluster.hosts])
+        self._ranks = np.array(pipelines)
+        self._demand = demand
+        self.message_ns: Matrix = self._latency_ns + 8 * demand.message_bytes / self._gbps
+
+    def __call__(self, order: Order) -> float:
+        at = np.array(order)
+        hosts = np.repeat(at, self._workers[at])[self._ranks]  # of every pipeline and stage
+        demand = self._demand
+        follows = np.roll(hosts, -1, axis=1)
+        there, here = (follows, hosts) if demand.loops else (follows[:, :-1], hosts[:, :-1])
+        forth_ns, back_ns = (
+            self._latency_ns[one, other] + 8 * demand.message_bytes / self._shared(one, other)
+            for one, other in ((here, there), (there, here))
+        )
+        once_ns = float((forth_ns + back_ns).sum(axis=1).max())
+        busiest_ns = max(demand.busy_ns, float(forth_ns.max()), float(back_ns.max()))
+        return once_ns + (demand.micro_batches - 1) * busiest_ns + self._reducing_ns(hosts)
+
+    def _reducing_ns(self, hosts: npt.NDArray[np.int64]) -> float:
+        """What the rings of the replicas of each stage take, all at once."""
+        count = len(hosts)
+        if count == 1:
+            return 0.0
+        follows = np.roll(hosts, -1, axis=0)
+        slowest_gbps = float(self._shared(hosts, follows).min())
+        sent_bytes = 2 * (count - 1) / count * self._demand.gradient_bytes
+        return 8 * sent_bytes / slowest_gbps + 2 * (count - 1) * float(self._latency_ns[hosts, follows].max())
+
+    def _shared(self, senders: npt.NDArray[np.int64], receivers: npt.NDArray[np.int64]) -> Matrix:
+        """The rate of messages that are sent at the same time and share hosts' links."""
+        apart, count = senders != receivers, len(self._up)
+        leaving = np.bincount(senders[apart], minlength=count)
+        coming = np.bincount(receivers[apart], minlength=count)
+        links = np.minimum(
+            self._up[senders] / np.maximum(1, leaving[senders]),
+            self._down[receivers] / np.maximum(1, coming[receivers]),
+        )
+        rates: Matrix = np.where(
+            apart, np.minimum(self._gbps[senders, receivers], links), self._gbps[senders, receivers]
+        )
+        return rates
+
+
+EXACT = 9  # workers: beyond, subsets are too many
+
+
+# Placing the stages of a pipeline: which worker has which, where workers and the links between them differ.
+#
+# That is a path through all workers whose dearest hop and whose length are both to be small (Yuan et al., arXiv
+# 2206.01288, who place them by the travelling salesman problem). Few workers are placed exactly, many by local search.
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """``workers[s]`` has stage ``s``. The times are those of a ``Split`` on these workers."""
+
+    workers: tuple[int, ...]
+    once_ns: float
+    bottleneck_ns: float
+
+    def step_ns(self, micro_batches: int) -> float:
+        """About how long a step of so many micro-batches takes."""
+        return self.once_ns + (micro_batches - 1) * self.bottleneck_ns
+
+
+Hop = Callable[[int, int, int], float]
+"""How long the message of the boundary behind a stage (first) takes from a worker (second) to another (third)."""
+
+
+def place(
+    busy_ns: Sequence[float],
+    hop_ns: Hop,
+    micro_batches: int,
+    *,
+    speeds: Sequence[float] = (),
+) -> Placement:
+    """The best placement of stages, which take ``busy_ns`` at speed 1, on as many workers of ``speeds``.
+
+    It is exact for up to ``EXACT`` workers; for more it is the best of several local searches. Deterministic.
+    """
+    speeds = speeds or (1.0,) * len(busy_ns)
+    assert len(speeds) == len(busy_ns), "as many workers as stages"
+    costs = _Costs(busy_ns, hop_ns, speeds, micro_batches)
+    return _exactly(costs) if len(busy_ns) <= EXACT else _locally(costs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    busy_ns: Sequence[float]
+    hop_ns: Hop
+    speeds: Sequence[float]
+    micro_batches: int
+
+    def stage_ns(self, stage: int, worker: int) -> float:
+        return self.busy_ns[stage] / self.speeds[worker]
+
+    def of(self, workers: Sequence[int]) -> Placement:
+        stages = [self.stage_ns(stage, worker) for stage, worker in enumerate(workers)]
+        there = [self.hop_ns(s, a, b) for s, (a, b) in enumerate(pairwise(workers))]
+        back = [self.hop_ns(s, b, a) for s, (a, b) in enumerate(pairwise(workers))]
+        return Placement(
+            tuple(workers), sum(stages) + sum(there) + sum(back), max([*stages, *there, *back], default=0.0)
+        )
+
+    def step_ns(self, placement: Placement) -> float:
+        return placement.step_ns(self.micro_batches)
+
+
+def _exactly(costs: _Costs) -> Placement:
+    """Held and Karp's recursion over the sets of workers that the first stages have, with both times of each path."""
+    count = len(costs.busy_ns)
+    paths: dict[tuple[frozenset[int], int], list[Placement]] = {
+        (frozenset([w]), w): [Placement((w,), costs.stage_ns(0, w), costs.stage_ns(0, w))]
+        for w in range(count)
+    }
+    for stage in range(1, count):
+        longer: dict[tuple[frozenset[int], int], list[Placement]] = {}
+        for (used, at), own in paths.items():
+            for worker in set(range(count)) - used:
+                there, back = (
+                    costs.hop_ns(stage - 1, at, worker),
+                    costs.hop_ns(stage - 1, worker, at),
+                )
+                busy = costs.stage_ns(stage, worker)
+                ends = longer.setdefault((used | {worker}, worker), [])
+                for path in own:
+                    _keep(
+                        ends,
+                        Placement(
+                            (*path.workers, worker),
+                            path.once_ns + busy + there + back,
+                            max(path.bottleneck_ns, busy, there, back),
+                        ),
+                    )
+        paths = longer
+    return min((each for own in paths.values() for each in own), key=lambda p: (costs.step_ns(p), p.workers))
+
+
+def _keep(paths: list[Placement], new: Placement) -> None:
+    """Add ``new`` unless another is no worse in both times; drop those that it is no worse than."""
+    if any(each.once_ns <= new.once_ns and each.bottleneck_ns <= new.bottleneck_ns for each in paths):
+        return
+    paths[:] = [
+        each for each in paths if each.once_ns < new.once_ns or each.bottleneck_ns < new.bottleneck_ns
+    ]
+    paths.append(new)
+
+
+def _locally(costs: _Costs) -> Placement:
+    count = len(costs.busy_ns)
+    starts = [tuple(range(count)), *(_greedy(costs, first) for first in range(count))]
+    starts = sorted(dict.fromkeys(starts), key=lambda workers: costs.step_ns(costs.of(workers)))[:4]
+    found = (
+        improved([start], lambda workers: costs.step_ns(costs.of(workers)), MOST_LOOKS // 4)
+        for start in starts
+    )
+    return min(map(costs.of, found), key=costs.step_ns)
+
+
+def _greedy(costs: _Costs, first: int) -> tuple[int, ...]:
+    path = [first]
+    left = set(range(len(costs.busy_ns))) - {first}
+    while left:
+        stage, at = len(path), path[-1]
+        path.append(
+            min(
+                left,
+                key=lambda w: (
+                    costs.hop_ns(stage - 1, at, w)
+                    + costs.hop_ns(stage - 1, w, at)
+                    + costs.stage_ns(stage, w),
+                    w,
+                ),
+            )
+        )
+        left.discard(path[-1])
+    return tuple(path)
