@@ -395,7 +395,7 @@ class Cluster(BaseModel):
             for name in (name for each in named for name in (each.source, each.target)):
                 if name not in known:
                     raise ValueError(f"{what} names an unknown host: {name!r}")
-        ways = {(each.source, each.target) for each in self.paths}
+        ways = {(path.source, path.target) for path in self.paths}
         if len(ways) != len(self.paths) or any(source == target for source, target in ways):
             raise ValueError("a path goes from one host to another, and is listed once")
         return self
@@ -418,7 +418,7 @@ class Cluster(BaseModel):
     @property
     def least_latency_us(self) -> float:
         """The latency between two hosts that are nearest to each other."""
-        known = [each.latency_us for each in self.paths if each.latency_us is not None]
+        known = [path.latency_us for path in self.paths if path.latency_us is not None]
         return min((self.latency_us, *known))
 
     def cost_of(self, algorithm: str) -> AlgorithmCost:
@@ -468,7 +468,7 @@ class Cluster(BaseModel):
                     "scaled": (self.nccl.scaled[0] * bandwidth, self.nccl.scaled[1] * latency),
                 }
             ),
-            "paths": tuple(each.scaled(bandwidth, latency) for each in self.paths),
+            "paths": tuple(path.scaled(bandwidth, latency) for path in self.paths),
             "algorithms": {**self.algorithms, **own},
         }
         return self.model_copy(update=changed)
@@ -505,7 +505,7 @@ class Cluster(BaseModel):
         changed: dict[str, Any] = {
             "hosts": tuple(hosts),
             "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
-            "paths": tuple(each for each in self.paths if {each.source, each.target} <= names),
+            "paths": tuple(path for path in self.paths if {path.source, path.target} <= names),
         }
         resized = self.model_copy(update=changed)
         times = resized.crowding / self.crowding
@@ -532,7 +532,7 @@ class Ways:
     def __init__(self, cluster: Cluster) -> None:
         places = {host.name: index for index, host in enumerate(cluster.hosts)}
         self._cluster = cluster
-        self.paths = {(places[each.source], places[each.target]): each for each in cluster.paths}
+        self.paths = {(places[path.source], places[path.target]): path for path in cluster.paths}
 
     def gbps(self, source: int, target: int) -> float:
         """Its rate, in Gbit/s."""

@@ -68,7 +68,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
         with output_of.progress("Exporting"):
             written = write_chakra(trace, output)
         following = "one execution trace per rank"
-    events = sum(len(one) for one in (*trace.events.values(), *trace.servers.values()))
+    events = sum(len(event) for event in (*trace.events.values(), *trace.servers.values()))
     size_bytes = sum(path.stat().st_size for path in written)
     if as_json:
         output_of.print_document(

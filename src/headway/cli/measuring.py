@@ -124,18 +124,18 @@ def measured_document(choice: MeasuredChoice | None, predicted: Candidate) -> di
     return {
         "plans": [
             {
-                "name": each.candidate.name,
-                "measured_ms": each.step_ms,
-                "spread_ms": each.spread_ms,
-                "runs_ms": list(each.measured.runs_ms),
-                "steps": sum(each.measured.steps),
-                "predicted_ms": each.candidate.predicted_ms,
-                "uncertainty_ms": each.candidate.uncertainty_ms,
-                "as_predicted": each.as_predicted,
-                "rounds": each.beside.rounds,
-                "kept": each.kept,
+                "name": plan.candidate.name,
+                "measured_ms": plan.step_ms,
+                "spread_ms": plan.spread_ms,
+                "runs_ms": list(plan.measured.runs_ms),
+                "steps": sum(plan.measured.steps),
+                "predicted_ms": plan.candidate.predicted_ms,
+                "uncertainty_ms": plan.candidate.uncertainty_ms,
+                "as_predicted": plan.as_predicted,
+                "rounds": plan.beside.rounds,
+                "kept": plan.kept,
             }
-            for each in choice.plans
+            for plan in choice.plans
         ],
         "taken": choice.taken.candidate.name,
         "why": choice.why,
@@ -179,20 +179,20 @@ def measured_table(choice: MeasuredChoice | None) -> Iterator[Table | str]:
     table.add_column("plan", overflow="fold")
     for header in ("measured ms", "± ms", "predicted ms", "± ms", "rounds", "steps"):
         table.add_column(header, justify="right")
-    for each in choice.plans:
-        candidate = each.candidate
+    for plan in choice.plans:
+        candidate = plan.candidate
         notes = [
             *(["what you have"] if not candidate.changed else []),
-            *(["taken"] if each is choice.taken and candidate.changed else []),
+            *(["taken"] if plan is choice.taken and candidate.changed else []),
         ]
         table.add_row(
             candidate.short_name + (f" ({', '.join(notes)})" if notes else ""),
-            f"{each.step_ms:.1f}",
-            f"{each.spread_ms:.1f}",
+            f"{plan.step_ms:.1f}",
+            f"{plan.spread_ms:.1f}",
             f"{candidate.predicted_ms:.1f}",
             f"{candidate.uncertainty_ms:.1f}",
-            str(each.beside.rounds),
-            str(sum(each.measured.steps)),
+            str(plan.beside.rounds),
+            str(sum(plan.measured.steps)),
         )
     yield table
     if choice.left_with is not None:

@@ -113,7 +113,7 @@ class Answer:
         if self.measured is not None:
             return
         yield from doubts_of(best, found.like(best) if best.changed else ())
-        ahead = [each for each in found.candidates if each.predicted_ms < best.predicted_ms]
+        ahead = [candidate for candidate in found.candidates if candidate.predicted_ms < best.predicted_ms]
         if best.changed and best.is_runnable and ahead and not self.strategy:
             are = "plan is" if len(ahead) == 1 else "plans are"
             yield (
@@ -128,7 +128,7 @@ class Answer:
         said = f"What you have: {there}{found.baseline_ms:.1f} ms a step as recorded."
         if recorded is None:
             return f"{said} It needs more memory than the limit."
-        rival = next((each for each in found.candidates if each.changed), None)
+        rival = next((candidate for candidate in found.candidates if candidate.changed), None)
         if self.keeps_recorded and self.measured is None and rival is not None:
             said += (
                 f" The best other plan, {rival.short_name}, is predicted to take {rival.predicted_ms:.1f} ± "
@@ -165,7 +165,9 @@ class Answer:
             "taken": best.name,
             "keeps_recorded": self.keeps_recorded,
             "plans": [_plan_document(found, each) for each in found.candidates],
-            "plans_for_other_scripts": [_plan_document(found, each) for each in found.for_other_scripts],
+            "plans_for_other_scripts": [
+                _plan_document(found, for_script) for for_script in found.for_other_scripts
+            ],
             "excluded": [
                 {"name": each.name, "predicted_ms": each.predicted_ms, "peak_bytes": each.peak_bytes}
                 for each in found.excluded
@@ -310,7 +312,7 @@ def plans_tables(found: SearchResult, best: Candidate, *, every: bool) -> Iterat
             always = [each for each in (found.recorded, found.stock, best) if each in candidates]
             leading = [each for each in best_of_each_kind_first(candidates)[:kinds] if each not in always]
             chosen = {id(each) for each in (*always, *leading[: max(0, most - len(dict.fromkeys(always)))])}
-            rows = [each for each in candidates if id(each) in chosen]
+            rows = [candidate for candidate in candidates if id(candidate) in chosen]
         yield _table(found, best, rows, title, every=every)
         yield from _marks(found, rows, every=every)
         if left_out := len(candidates) - len(rows):
@@ -327,20 +329,20 @@ def _table(
         table.add_column(header, justify="right")
     for header in more:
         table.add_column(header, overflow="fold")
-    for each in rows:
-        name = each.name if every else each.short_name
-        name += " (what you have)" * (not each.changed) + " (taken)" * (each is best and each.changed)
+    for row in rows:
+        name = row.name if every else row.short_name
+        name += " (what you have)" * (not row.changed) + " (taken)" * (row is best and row.changed)
         cells = [
-            name + " ‡" * bool(each.changes_training),
-            f"{each.predicted_ms:.1f}",
-            f"{each.uncertainty_ms:.1f}",
-            f"{each.expected.speedup:.2f}",
-            _memory(each) + " *" * (every and found.dominated(each)),
+            name + " ‡" * bool(row.changes_training),
+            f"{row.predicted_ms:.1f}",
+            f"{row.uncertainty_ms:.1f}",
+            f"{row.expected.speedup:.2f}",
+            _memory(row) + " *" * (every and found.dominated(row)),
         ]
         if every:
-            has_bound = each.is_runnable and not each.changes_training
-            ratio = f"{each.predicted_ms / found.bound_ms:.2f}" if has_bound else ""
-            cells += [ratio, "; ".join(each.changes)]
+            has_bound = row.is_runnable and not row.changes_training
+            ratio = f"{row.predicted_ms / found.bound_ms:.2f}" if has_bound else ""
+            cells += [ratio, "; ".join(row.changes)]
         table.add_row(*cells)
     return table
 
@@ -351,7 +353,7 @@ def _marks(found: SearchResult, rows: Sequence[Candidate], *, every: bool) -> It
         yield "* Another plan is no slower and needs no more memory."
     if any(each.peak_is_rough and each.peak_bytes is not None for each in rows):
         yield "~ Memory is rough, as it was not watched while recording."
-    permissions = {permission for each in rows for permission in each.permissions}
+    permissions = {permission for row in rows for permission in row.permissions}
     if any(each.changes_training for each in rows):
         from headway.plan.permissions import changes_in_words
         from headway.strategies.registry import plugin_of
@@ -385,8 +387,8 @@ def explanation_parts(explained: Explanation | None, *, in_full: bool) -> Iterat
         return
     table = Table("choice", "saves ms", "step ms", "on the critical path", box=None, pad_edge=False)
     table.add_row("as recorded", "", f"{explained.from_ms:.1f}", "")
-    for each in explained.choices:
-        table.add_row(each.name, f"{each.saved_ms:+.1f}", f"{each.step_ms:.1f}", each.where)
+    for choice in explained.choices:
+        table.add_row(choice.name, f"{choice.saved_ms:+.1f}", f"{choice.step_ms:.1f}", choice.where)
     yield table
     yield "Each choice is added to those above it."
 

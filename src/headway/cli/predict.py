@@ -194,7 +194,7 @@ def predict(
                 "predictions": [
                     {**each.to_document(), "may_be_fastest": each in close[each.workers]} for each in found
                 ],
-                "crossovers": [each.to_document() for each in overtakings],
+                "crossovers": [overtaking.to_document() for overtaking in overtakings],
             },
         )
         return
@@ -248,8 +248,8 @@ def _print_steps(
     for sentence in sentences:
         console.print(one_line(sentence, LONGEST))
     console.print(_table(found, workload, close))
-    for each in overtakings:
-        overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
+    for overtaking in overtakings:
+        overtakes = f"{overtaking.to} overtakes {overtaking.of} between {overtaking.below} and {overtaking.above} workers."
         console.print(one_line(overtakes, LONGEST))
     notes = [f"{best.strategy}: {note}." for note in best.notes]
     notes += [f"Note: {each.strategy}: {said}." for each in largest for said in each.ignored]
@@ -334,9 +334,10 @@ def _as_fast(predictions: list[Prediction], workload: Workload) -> list[Predicti
 
     fastest = min(predictions, key=lambda each: each.step_ms, default=None)
     return [
-        each
-        for each in predictions
-        if fastest is not None and (each is fastest or indistinct(each, fastest, workload.times_error))
+        prediction
+        for prediction in predictions
+        if fastest is not None
+        and (prediction is fastest or indistinct(prediction, fastest, workload.times_error))
     ]
 
 
@@ -351,12 +352,12 @@ def _table(predictions: list[Prediction], workload: Workload, close: Mapping[int
         "efficiency",
         "peak memory a worker",
     )
-    for each in predictions:
+    for prediction in predictions:
         table.add_row(
-            str(each.workers), str(each.samples), one_line(each.strategy) + " ‡" * bool(each.changes_training),
-            f"{each.step_ms:.1f}" + " ≈" * (each in close[each.workers] and len(close[each.workers]) > 1),
-            f"{each.exposed_ms:.1f}",
-            f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
+            str(prediction.workers), str(prediction.samples), one_line(prediction.strategy) + " ‡" * bool(prediction.changes_training),
+            f"{prediction.step_ms:.1f}" + " ≈" * (prediction in close[prediction.workers] and len(close[prediction.workers]) > 1),
+            f"{prediction.exposed_ms:.1f}",
+            f"{prediction.samples_per_s:.0f}", f"{prediction.efficiency:.0%}", format_bytes(prediction.peak_bytes),
         )  # fmt: skip
     computation_ms = workload.computation_ns / 1e6
     largest = max(each.workers for each in predictions)

@@ -54,7 +54,7 @@ class Parts:
     @classmethod
     def concatenated(cls, parts: list[Parts]) -> Parts:
         """All parts, one after another."""
-        return cls(**{f.name: np.concatenate([getattr(one, f.name) for one in parts]) for f in fields(cls)})
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
 
 class Codes:
@@ -292,10 +292,10 @@ def _recorded(events: Mapping[int, Events], number: Mapping[int, int], clocks: i
     """From when to when anything was recorded on each clock; 0 where nothing was."""
     farthest = np.iinfo(np.int64)
     first_ns, last_ns = np.full(clocks, farthest.max), np.full(clocks, farthest.min)
-    for rank, own in events.items():
+    for rank, event in events.items():
         clock = number[rank]
-        first_ns[clock] = min(first_ns[clock], own.start_ns.min(initial=farthest.max))
-        last_ns[clock] = max(last_ns[clock], own.end_ns.max(initial=farthest.min))
+        first_ns[clock] = min(first_ns[clock], event.start_ns.min(initial=farthest.max))
+        last_ns[clock] = max(last_ns[clock], event.end_ns.max(initial=farthest.min))
     some = first_ns <= last_ns
     return np.where(some, first_ns, 0), np.where(some, last_ns, 0)
 

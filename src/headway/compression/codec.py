@@ -164,7 +164,7 @@ class FedBack(Codec):
 
 def takes_all(model: ModelSpec) -> bool:
     """Whether all gradients of ``model`` are of types that codecs take."""
-    return all(each.dtype in FLOATS for each in model.parameters)
+    return all(parameter.dtype in FLOATS for parameter in model.parameters)
 
 
 def computed_in(dtype: str) -> str:

@@ -71,23 +71,23 @@ class Averaging:
     @cached_property
     def sizes(self) -> Mapping[int, int]:
         """How many groups had how many members."""
-        return dict(sorted(Counter(len(each.members) for each in self.groups).items()))
+        return dict(sorted(Counter(len(group.members) for group in self.groups).items()))
 
     @property
     def failed(self) -> int:
         """How many groups did not take their mean."""
-        return sum(not each.committed for each in self.groups)
+        return sum(not group.committed for group in self.groups)
 
     @property
     def iterations_apart(self) -> tuple[float, int]:
         """By how many iterations the members of a group differ: in the mean, and at most."""
-        apart = [each.iterations_apart for each in self.groups if each.iterations]
+        apart = [group.iterations_apart for group in self.groups if group.iterations]
         return (sum(apart) / len(apart), max(apart)) if apart else (0.0, 0)
 
     @cached_property
     def distances(self) -> Sequence[tuple[int, float]]:
         """When groups that took their mean ended, and how far apart their members' models were before."""
-        return [(each.ended_ns, each.relative_distance) for each in self.groups if each.committed]
+        return [(group.ended_ns, group.relative_distance) for group in self.groups if group.committed]
 
     @cached_property
     def mean_standing_ms(self) -> float:
@@ -153,7 +153,7 @@ def find_averaging(trace: Trace) -> Averaging | None:
     """What ``trace`` says of groups that average models; None where no rank's model was averaged."""
     if not trace.rounds:
         return None
-    rank_of = {own.worker: rank for rank, own in trace.rounds.items()}
+    rank_of = {round_.worker: rank for rank, round_ in trace.rounds.items()}
     steps = max(1, len(trace.steps))
     groups = _groups(trace, rank_of)
     waited_ns: dict[int, int] = defaultdict(int)
@@ -187,14 +187,14 @@ def _a_step(trace: Trace, steps: int, of: Any) -> dict[int, float]:
 
 
 def _alone(rounds: Iterable[AveragingRound]) -> list[AveragingRound]:
-    return [each for each in rounds if len(each.members) < 2]
+    return [round_ for round_ in rounds if len(round_.members) < 2]
 
 
 def _groups(trace: Trace, rank_of: Mapping[int, int]) -> tuple[Group, ...]:
     """Every group that a recorded rank was in, seen by all that were: one number and members are one group."""
     seen: dict[tuple[int, tuple[int, ...]], dict[int, AveragingRound]] = defaultdict(dict)
-    for rank, own in trace.rounds.items():
-        for each in own.rounds:
+    for rank, round_ in trace.rounds.items():
+        for each in round_.rounds:
             if len(each.members) > 1:
                 # Of an undecided group the last word counts, but its times are those of the group.
                 before = seen[each.number, each.members].get(rank)
@@ -211,7 +211,7 @@ def _group(
     number: int, members: tuple[int, ...], views: Mapping[int, AveragingRound], rank_of: Mapping[int, int]
 ) -> Group:
     committed = any(each.ending == COMMITTED for each in views.values())
-    squares = [each.relative_distance**2 for each in views.values()]
+    squares = [view.relative_distance**2 for view in views.values()]
     told = next((each.iterations for each in views.values() if each.iterations), ())
     return Group(
         number=number,
@@ -246,7 +246,7 @@ def of_groups(findings: Sequence[Finding], found: Averaging, step_ms: float) -> 
     """``findings`` with what groups cost, in the place of what is said of collectives that all ranks share."""
     if step_ms <= 0:
         return list(findings)
-    kept = [each for each in findings if each.cause not in EXPLAINED]
+    kept = [finding for finding in findings if finding.cause not in EXPLAINED]
     return ranked([*kept, averaging_finding(found, step_ms)], step_ms)
 
 

@@ -338,7 +338,9 @@ def _of_mean_step(
             waits=_waits(late_ms, own_ms, mean.total_ms, trace),
         )
     finding = stall_finding(stalls, mean.total_ms, len(times))
-    steady = tuple(one for one in stragglers if not (finding.stands_out and _only_stalls(one, stalls)))
+    steady = tuple(
+        straggler for straggler in stragglers if not (finding.stands_out and _only_stalls(straggler, stalls))
+    )
     calm_ms = np.delete(late_ms, sorted(stalls.disturbed))
     found = usual(
         steady,

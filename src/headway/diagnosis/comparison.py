@@ -85,11 +85,11 @@ def side_by_side(baselines: Sequence[Diagnosis], after: Diagnosis) -> SideBySide
     by_step = sorted(range(len(baselines)), key=lambda place: baselines[place].step_ms)
     typical = by_step[len(by_step) // 2]
     details = [one.details for one in (baselines[typical], after)]
-    modules = _modules(*(one.modules if one is not None else () for one in details))
+    modules = _modules(*(detail.modules if detail is not None else () for detail in details))
     return SideBySide(
         typical=typical,
         changed=_changed(*(one.job if one is not None else None for one in details)),
-        parts_before=mean_breakdown([_mean(one) for one in baselines]),
+        parts_before=mean_breakdown([_mean(baseline) for baseline in baselines]),
         parts_after=_mean(after),
         steps_before=tuple(_spread(one) for one in baselines),
         steps_after=_spread(after),
@@ -243,7 +243,7 @@ def unlike(new: Trace, baseline: Trace) -> str:
     said = []
     if new.world_size != baseline.world_size:
         said.append(f"{new.world_size} ranks against {baseline.world_size}")
-    names, before = ({one.name for one in trace.model.parameters} for trace in (new, baseline))
+    names, before = ({parameter.name for parameter in trace.model.parameters} for trace in (new, baseline))
     if names and before and names != before:
         said.append("other parameters")
     return f"These are not recordings of the same job: {' and '.join(said)}." if said else ""
@@ -257,7 +257,7 @@ def compare(new: Diagnosis, *baselines: Diagnosis, threshold: float = DEFAULT_TH
     now = mean_breakdown(list(new.breakdown.values()))
     then = mean_breakdown([mean_breakdown(list(one.breakdown.values())) for one in baselines])
     causes, earlier = _causes(new), [_causes(one) for one in baselines]
-    steps_ms = [one.step_ms for one in baselines]
+    steps_ms = [baseline.step_ms for baseline in baselines]
     within_ms = SURE * math.hypot(
         _error(new.step_times_ms),
         math.hypot(*(_error(one.step_times_ms) for one in baselines)) / len(baselines),
@@ -287,7 +287,7 @@ def _between_runs_ms(steps_ms: Sequence[float]) -> float:
 
 
 def _causes(diagnosis: Diagnosis) -> list[str]:
-    return [one.cause for one in diagnosis.findings if one.stands_out]
+    return [finding.cause for finding in diagnosis.findings if finding.stands_out]
 
 
 def _error(times_ms: tuple[float, ...]) -> float:

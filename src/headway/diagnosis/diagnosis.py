@@ -167,9 +167,14 @@ class Diagnosis:
             self.verdict,
             ("cause", "ms a step", "ranks", "what to do"),
             (
-                (each.cause, f"{each.cost_ms:.2f}", ", ".join(map(str, each.ranks)), each.sentence)
-                for each in self.findings
-                if each.stands_out
+                (
+                    finding.cause,
+                    f"{finding.cost_ms:.2f}",
+                    ", ".join(map(str, finding.ranks)),
+                    finding.sentence,
+                )
+                for finding in self.findings
+                if finding.stands_out
             ),
         )
 
@@ -231,7 +236,7 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         uncertainty_ms=max((one.uncertainty_us for one in clock.values()), default=0.0) / 1e3,
     )
     if trace.missing_ranks:  # who computes no longer than others may itself wait for a rank that is not here
-        stragglers = tuple(one for one in stragglers if one.cause != UNKNOWN)
+        stragglers = tuple(straggler for straggler in stragglers if straggler.cause != UNKNOWN)
     apart = (NOT_TOGETHER,) if trace.rounds else ()
     path = critical_path(trace, times, rows)
     index, rank = typical_step(times)
@@ -243,7 +248,7 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     broken = contradictions(trace, times, rows, stragglers, step_ms)
     if broken:
         stragglers = ()
-        findings = [one for one in findings if one.cause not in OF_ORDER]
+        findings = [finding for finding in findings if finding.cause not in OF_ORDER]
     return Diagnosis(
         verdict=verdict(
             mean,

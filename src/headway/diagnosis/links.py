@@ -171,10 +171,10 @@ def _sent(trace: Trace, rows: Communications, but: list[int]) -> Iterator[tuple[
         rows_of: dict[tuple[str, str, int], list[int]] = {}
         for row in np.flatnonzero((rows.rank == rank) & (rows.kind == Kind.COLLECTIVE)).tolist():
             rows_of.setdefault((rows.group[row], rows.name[row], int(rows.sequence[row])), []).append(row)
-        for one in sends:
-            same = rows_of[one.group, one.name, one.sequence]
+        for send in sends:
+            same = rows_of[send.group, send.name, send.sequence]
             by_messages[same] = True
-            yield same[0], one.peer, max(one.size_bytes, 0)
+            yield same[0], send.peer, max(send.size_bytes, 0)
     volumes, targets = sent_volumes(rows), ring_targets(rows)
     for row in np.flatnonzero(others & ~by_messages & (volumes > 0) & (targets >= 0)).tolist():
         yield row, int(targets[row]), float(volumes[row])

@@ -71,7 +71,7 @@ def step_memory(trace: Trace, times: Mapping[int, RankTime]) -> tuple[StepMemory
         updated_share=1.0,
     )
     moments = list(held_moments(model, held))
-    most = max(each.gradient_bytes + each.working_bytes for each in moments)
+    most = max(moment.gradient_bytes + moment.working_bytes for moment in moments)
     constant = {**_constant(model), "DDP's buckets": held.buffers_bytes}
     return (
         StepMemory(
@@ -158,4 +158,4 @@ def _mean_moments_ms(trace: Trace, times: Mapping[int, RankTime]) -> dict[str, f
             moments.setdefault(UPDATE, []).append(end_ns)
         else:
             moments.setdefault(name, []).append(start_ns)
-    return {what: fmean(own) / NS_A_MS for what, own in moments.items()}
+    return {what: fmean(moment) / NS_A_MS for what, moment in moments.items()}

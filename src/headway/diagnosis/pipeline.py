@@ -78,7 +78,7 @@ def _stage_messages(trace: Trace) -> tuple[list[int], dict[int, float]]:
         took_ns[boundary].append(
             (message.received.end_ns - message.begin_ns) / max(1, message.sent.size_bytes)
         )
-    return [round(median(sizes[each])) for each in sorted(sizes)], {
+    return [round(median(sizes[siz])) for siz in sorted(sizes)], {
         boundary: max(0.0, median(each)) for boundary, each in took_ns.items()
     }
 

@@ -186,7 +186,7 @@ def verdict(
         if contradictions
         else []
     )
-    skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
+    skewed = [finding.sentence for finding in findings if finding.cause == "clock_skew"]
     cheap = [one.sentence for one in findings if one.cause == NEEDLESS_SEARCH]
     others = [one for one in findings if one.cause != NEEDLESS_SEARCH]
     return " ".join([*doubts, *skewed, _costliest(mean, others, world_size, silent), *cheap])
@@ -194,7 +194,7 @@ def verdict(
 
 def _costliest(mean: Breakdown, findings: Sequence[Finding], world_size: int, silent: bool) -> str:
     step_ms = mean.total_ms
-    standing = [one for one in findings if one.stands_out]
+    standing = [finding for finding in findings if finding.stands_out]
     if not standing:
         noise = [
             one.sentence
@@ -214,7 +214,7 @@ def _costliest(mean: Breakdown, findings: Sequence[Finding], world_size: int, si
 def _late_together(stragglers: Sequence[Straggler], hosts: Mapping[int, str]) -> Sequence[Straggler]:
     """The worst straggler, or all ranks of its host where they are late alike, and not those of other hosts."""
     worst = stragglers[0]
-    alike = [one for one in stragglers if one.cost_ms >= HALF * worst.cost_ms]
+    alike = [straggler for straggler in stragglers if straggler.cost_ms >= HALF * worst.cost_ms]
     beside = {rank for rank, host in hosts.items() if host == hosts[worst.rank]}
     together = {one.rank for one in alike} == beside != set(hosts)
     return alike if together else [worst]
@@ -247,7 +247,7 @@ def _straggler(
             sentence += f" ({own} a step, the others {others})"
     else:
         sentence += f"; {'they arrive' if several else 'it arrives'} last, and the trace does not show why"
-    rest = [one for one in stragglers if one not in late]
+    rest = [straggler for straggler in stragglers if straggler not in late]
     if rest:
         also = ", ".join(str(one.rank) for one in rest[:3])
         sentence += f"; rank{'s' if len(rest) > 1 else ''} {also} to a lesser degree"

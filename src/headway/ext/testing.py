@@ -291,7 +291,7 @@ def _loss(module: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
 def _trained(module: torch.nn.Module) -> Trained:
     import torch
 
-    flat = torch.cat([each.detach().reshape(-1) for each in module.parameters()])
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
     return Trained(tuple(flat.tolist()), hashlib.sha256(flat.numpy().tobytes()).hexdigest())
 
 
@@ -451,8 +451,8 @@ def _exchanged(sent: Sequence[Sent]) -> tuple[list[torch.Tensor], int]:
     _check(len({each.kind for each in sent}) == 1, "ranks ask for different collectives")
     if sent[0].kind == ALL_REDUCE:
         total = operands[0].clone()
-        for each in operands[1:]:
-            total += each
+        for operand in operands[1:]:
+            total += operand
         return [total.clone() for _ in operands], own_bytes
     if sent[0].kind == ALL_GATHER:
         rows = torch.stack([each.view(-1) for each in operands])
@@ -530,7 +530,7 @@ def check_exchanges(codec: Codec, world_size: int, dtype: str = "float32") -> No
 
     who = f"{codec.describe()}, {world_size} ranks, {dtype}"
     ranks = example_gradients(world_size, dtype=dtype)
-    before = [each.flat.clone() for each in ranks]
+    before = [rank.flat.clone() for rank in ranks]
     done, exchanges = reduced(codec, ranks)
     asked = tuple(codec.exchanges(SHAPES, dtype, world_size))
     _check(tuple(exchanges) == asked, f"{who}: sent {exchanges}, and exchanges() says {asked}")
@@ -561,7 +561,7 @@ def check_feedback(codec: Codec, world_size: int, *, rounding: float = 0.0, step
     simulation = Simulation(codec, SHAPES, world_size, torch.float64)
     sent = given = torch.zeros(sum(map(math.prod, SHAPES)), dtype=torch.float64)
     for step in range(steps):
-        flats = [each.flat for each in example_gradients(world_size, step, "float64")]
+        flats = [example_gradient.flat for example_gradient in example_gradients(world_size, step, "float64")]
         given = given + torch.stack(flats).mean(0)
         sent = sent + simulation.step(flats)
         off = float((sent + torch.stack(simulation.kept).mean(0) - given).abs().max())

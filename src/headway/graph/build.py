@@ -336,7 +336,11 @@ class GraphBuilder(Generic[S]):
     @property
     def collectives(self) -> list[PlacedCollective]:
         """The collectives, in the order in which they were asked for first."""
-        return [each for each in self.communications if isinstance(each, PlacedCollective)]
+        return [
+            communication
+            for communication in self.communications
+            if isinstance(communication, PlacedCollective)
+        ]
 
     @property
     def operations(self) -> OperationGraphBuilder:

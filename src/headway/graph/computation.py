@@ -166,13 +166,15 @@ class Computation:
             return self
         longest = max(map(len, self.timelines.values()))
         count = -(-longest // steps) * steps
-        ranks = {rank: tuple(islice(cycle(own), count)) for rank, own in self.timelines.items()}
+        ranks = {rank: tuple(islice(cycle(timeline), count)) for rank, timeline in self.timelines.items()}
         return replace(self, timelines=ranks, warm_up_steps=-(-self.warm_up_steps // steps) * steps)
 
     @cached_property
     def has_groups(self) -> bool:
         """Whether ranks wait for collectives of some ranks only."""
-        return any(item.members for own in self.timelines.values() for each in own for item in each.items)
+        return any(
+            item.members for timeline in self.timelines.values() for each in timeline for item in each.items
+        )
 
     def factor_of(self, rank: int) -> float:
         """How many times as long computation takes on ``rank`` as its timelines say."""

@@ -38,9 +38,11 @@ def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown:
 
 def _overlaps(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
     spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.ranks)]
-    for each in graph.communications:
-        asked_by_all_ns = int(played.end_ns[each.begins].max())
-        for rank, end_ns in zip(each.members, played.end_ns[each.ends].tolist(), strict=True):
+    for communication in graph.communications:
+        asked_by_all_ns = int(played.end_ns[communication.begins].max())
+        for rank, end_ns in zip(
+            communication.members, played.end_ns[communication.ends].tolist(), strict=True
+        ):
             spans[rank].append((asked_by_all_ns, end_ns))
     return _shares_under(spans, graph, played)
 
@@ -62,7 +64,7 @@ def _shares_under(
     times: Sequence[Sequence[tuple[int, int]]], graph: GraphBuilder[Any], played: PlayedTimes
 ) -> np.ndarray:
     """What share of each computation lies within ``times`` of its rank."""
-    of_rank = [Intervals(each) for each in times]
+    of_rank = [Intervals(time_) for time_ in times]
     starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     return np.array(
         [of_rank[span.rank].share_of(starts[span.operation], ends[span.operation]) for span in graph.spans]

@@ -77,7 +77,7 @@ class RescaledKernels:
 
     def __init__(self, events: Events, factors: Mapping[str, float]) -> None:
         spans = {pattern: _matched(events, pattern) for pattern in factors}
-        self._found = {pattern for pattern, own in spans.items() if own}
+        self._found = {pattern for pattern, span in spans.items() if span}
         self._matched = [(Intervals(own), factors[pattern]) for pattern, own in spans.items()]
 
     def matches(self, pattern: str) -> bool:

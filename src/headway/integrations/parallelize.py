@@ -136,7 +136,7 @@ def _pipelined(
 
     order = strategy.pipeline if isinstance(strategy, MeshStrategy) else strategy
     data = strategy.data if isinstance(strategy, MeshStrategy) else DistributedDataParallelStrategy()
-    device = next((each.device.type for each in model.parameters()), "cpu")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     placement = placed(strategy, mesh, plan.mesh if isinstance(plan, Plan) else None, device)
 
     def replicate(stage: nn.Module, group: dist.ProcessGroup) -> nn.Module:

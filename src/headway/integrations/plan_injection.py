@@ -71,9 +71,9 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
     assert isinstance(injection, Injection)
     wrapper = injection.wrapper_under(plan.strategy)
     init = None if wrapper is None else wrapper.__init__
-    for each in plan.passes:
-        with asking("pass", each):
-            each.prepare()
+    for pass_ in plan.passes:
+        with asking("pass", pass_):
+            pass_.prepare()
     hook = before_every_step(_refuse_fully_sharded)
     _installed = _Installed(plan, injection, wrapper, init, on_refusal, hook)
     torch.compile = _compile

@@ -32,7 +32,7 @@ def repeated_modules(model: ModelSpec) -> tuple[str, ...]:
 
     Raises UserError where there are none.
     """
-    paths = list(dict.fromkeys(each.module for each in model.parameters))
+    paths = list(dict.fromkeys(parameter.module for parameter in model.parameters))
     siblings: dict[str, dict[str, None]] = {}
     for path in paths:
         names = path.split(".")
@@ -42,7 +42,9 @@ def repeated_modules(model: ModelSpec) -> tuple[str, ...]:
 
     def size_bytes(of: dict[str, None]) -> int:
         return sum(
-            each.size_bytes for each in model.parameters if any(lies_in(each.module, one) for one in of)
+            parameter.size_bytes
+            for parameter in model.parameters
+            if any(lies_in(parameter.module, one) for one in of)
         )
 
     several = [of for of in siblings.values() if len(of) > 1]

@@ -69,9 +69,9 @@ def _is_torchs(name: str) -> bool:
 def _parameters(model: ModelSpec, device: torch.device) -> list[nn.Parameter]:
     """As many of the same shapes and types, with gradients."""
     parameters = []
-    for each in model.parameters:
-        dtype = getattr(torch, each.dtype)
-        parameters.append(nn.Parameter(torch.full(each.shape, 0.5, device=device, dtype=dtype)))
+    for parameter in model.parameters:
+        dtype = getattr(torch, parameter.dtype)
+        parameters.append(nn.Parameter(torch.full(parameter.shape, 0.5, device=device, dtype=dtype)))
         parameters[-1].grad = torch.full_like(parameters[-1], 1e-3)
     return parameters
 
@@ -128,8 +128,8 @@ def _measure(arguments: Sequence[str]) -> None:
     device = torch_private.device_here()
     effects = measured_optimizers(Replayer(trace).job, device)
     save_effects(trace, effects, str(device))
-    for name, each in effects.items():
-        print(f"{name}: {each.factor:.3g} times the time, {each.held_bytes} bytes besides")
+    for name, effect in effects.items():
+        print(f"{name}: {effect.factor:.3g} times the time, {effect.held_bytes} bytes besides")
 
 
 if __name__ == "__main__":

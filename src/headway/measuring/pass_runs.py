@@ -89,8 +89,8 @@ def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]
     trace = load_trace(own[0])
     effects = measured_effects(trace, _made(pass_for, trace, tuple(own[1:])), command, _run)
     save_effects(trace, effects, str(torch_private.device_here()))
-    for name, each in effects.items():
-        print(f"{name}: {each.factor:.3g} times the time")
+    for name, effect in effects.items():
+        print(f"{name}: {effect.factor:.3g} times the time")
 
 
 def run_command_line(

@@ -57,7 +57,9 @@ class WholeBackward:
         self._groups: Groups = ()
         graph = _Graph(_nodes_of(roots), _nodes_of(inputs))
         if graph.is_halved:
-            self._groups = graph.groups(_nodes_of(parameters), [_size_bytes(each) for each in parameters])
+            self._groups = graph.groups(
+                _nodes_of(parameters), [_size_bytes(parameter) for parameter in parameters]
+            )
             for number, node in enumerate(graph.kept):
                 self._handles.append(node.register_prehook(self._at_kept(number)))
             for node in graph.of_weights:
@@ -109,7 +111,7 @@ class _Graph:
             for each in following:
                 before.setdefault(each, []).append(node)
         self._to_inputs: set[Any] = set()
-        open_ = [each for each in inputs if each in self._following]
+        open_ = [input_ for input_ in inputs if input_ in self._following]
         while open_:
             node = open_.pop()
             if node not in self._to_inputs:
@@ -128,7 +130,7 @@ class _Graph:
 
         Of each group the size of its gradients, and the nodes (by their numbers in ``kept``) that they come from.
         """
-        nodes_of: dict[Any, list[int]] = {each: [] for each in parameters}
+        nodes_of: dict[Any, list[int]] = {parameter: [] for parameter in parameters}
         for number, kept in enumerate(self.kept):
             for node in self._weights_behind(kept):
                 if node in nodes_of:
@@ -265,11 +267,11 @@ def _second_half_bytes(groups: Groups, first: _FirstHalf, *, stays: bool) -> int
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    return [torch.autograd.graph.get_gradient_edge(each).node for each in tensors if each.requires_grad]
+    return [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
 
 
 def _strided(gradients: Any) -> list[torch.Tensor]:
-    return [each for each in torch_private.tensors_in(gradients) if each.layout == torch.strided]
+    return [tensor for tensor in torch_private.tensors_in(gradients) if tensor.layout == torch.strided]
 
 
 def _keys_of(gradients: Any) -> list[int]:

@@ -212,7 +212,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _strided(value: Any) -> list[torch.Tensor]:
-    return [each for each in torch_private.tensors_in(value) if each.layout == torch.strided]
+    return [tensor for tensor in torch_private.tensors_in(value) if tensor.layout == torch.strided]
 
 
 @dataclass(slots=True, eq=False)
@@ -324,7 +324,7 @@ class PassMemoryWatch:
             update_bytes=update_bytes,
             gradients_apart=self._apart,
             gradients_kept=self._kept,
-            modules=tuple(each.seen() for each in self._calls if each.end_bytes is not None),
+            modules=tuple(call.seen() for call in self._calls if call.end_bytes is not None),
         )
 
     def _peak_bytes(self) -> int:

@@ -111,7 +111,7 @@ def as_fast_as_seen(
     rates = (
         {"up_gbps": host.up_gbps / factor, "down_gbps": host.down_gbps / factor} for host in cluster.hosts
     )
-    hosts = tuple(host.model_copy(update=own) for host, own in zip(cluster.hosts, rates, strict=True))
+    hosts = tuple(host.model_copy(update=rate) for host, rate in zip(cluster.hosts, rates, strict=True))
     return cluster.model_copy(update={"hosts": hosts})
 
 
@@ -123,7 +123,7 @@ class _Fit:
         self._programs = programs
         firsts = [program(0, cluster.world_size) for program in programs]
         self._messages = max(1.0, statistics.fmean(len(program.steps) for program in firsts))
-        self._message_share = statistics.fmean(each.message_share for each in firsts)
+        self._message_share = statistics.fmean(first.message_share for first in firsts)
 
     def message_bytes(self, measured: Measured) -> float:
         """How large a message is, in the mean."""
@@ -329,7 +329,11 @@ def fitted(cluster: Cluster, measured: Mapping[str, list[Measured]], effort: Eff
     """``cluster`` with the costs that make replay take as long as was measured."""
     tiny = next(iter(effort.shares_bytes)) * cluster.world_size
     hosts = Hosts.of_cluster(cluster)
-    programs = {each.name: each.programs(tiny, hosts) for each in effort.candidates if each.name in measured}
+    programs = {
+        candidate.name: candidate.programs(tiny, hosts)
+        for candidate in effort.candidates
+        if candidate.name in measured
+    }
     rings = [each.name for each in effort.candidates if each.algorithm == RING]
     cluster = as_fast_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
     costs = {name: fit_cost(cluster, programs[name], measured[name]) for name in measured}

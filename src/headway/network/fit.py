@@ -41,7 +41,7 @@ def link_rates(measured: Callable[[int], Sequence[float]]) -> tuple[list[float],
 def attributed(rates: Mapping[int, Sequence[float]]) -> tuple[list[float], list[float]]:
     """What links carry up and down where place ``i`` sent to place ``i + stride`` at ``rates[stride][i]``."""
     places = range(len(rates[1]))
-    up = [max(own[place] for own in rates.values()) for place in places]
+    up = [max(rate[place] for rate in rates.values()) for place in places]
     down = [max(own[place - stride] for stride, own in rates.items()) for place in places]
     return up, down
 

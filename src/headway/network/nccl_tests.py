@@ -108,7 +108,7 @@ def read_log(text: str, name: str = "the log") -> list[Timing]:
             ranks = sum(map(len, hosts.values()))
             kind = _kind(test, found[2], float(found[4]), float(found[5]), ranks)
             if kind and ranks > 1 and int(found[1]):
-                if len({len(own) for own in hosts.values()}) > 1:
+                if len({len(host) for host in hosts.values()}) > 1:
                     raise UserError(
                         f"{name}: hosts have different numbers of ranks", got=", ".join(sorted(hosts)[:4]),
                         expected="as many ranks on each host",

@@ -85,8 +85,8 @@ class Candidate:
             getattr(self.strategy, "groups", ""),
             getattr(self.schedule, "gather", ""),
             self._order,
-            tuple(each.name for each in codecs if isinstance(each, Codec)),
-            tuple(each.name for each in self.passes),
+            tuple(codec.name for codec in codecs if isinstance(codec, Codec)),
+            tuple(pass_.name for pass_ in self.passes),
         )
 
     @property
@@ -97,13 +97,13 @@ class Candidate:
     @property
     def changes_training(self) -> str:
         """What it changes of what is trained, in words; "" for nothing."""
-        changes = (self.strategy.changes_training, *(each.changes_training for each in self.passes))
+        changes = (self.strategy.changes_training, *(pass_.changes_training for pass_ in self.passes))
         return ", ".join(filter(None, changes))
 
     @property
     def permissions(self) -> frozenset[str]:
         """Those without which it would not have been considered."""
-        return self.strategy.permissions | {each.permission for each in self.passes} - {""}
+        return self.strategy.permissions | {pass_.permission for pass_ in self.passes} - {""}
 
     @property
     def uncertainty_ms(self) -> float:
@@ -140,8 +140,8 @@ def within(
     """
     fitting: list[Candidate] = []
     excluded: list[Candidate] = []
-    for each in candidates:
-        (fitting if fits_within(each, limit_bytes) else excluded).append(each)
+    for candidate in candidates:
+        (fitting if fits_within(candidate, limit_bytes) else excluded).append(candidate)
     if limit_bytes is not None and not fitting:
         least = min(excluded, key=needed_bytes)
         raise UserError(

@@ -41,7 +41,7 @@ def every_plan(
     there would be too many, and for several types.
     """
     parameters = job.model.ready_parameters()
-    if len(parameters) > MOST_PARAMETERS or len({each.dtype for each in parameters}) > 1:
+    if len(parameters) > MOST_PARAMETERS or len({parameter.dtype for parameter in parameters}) > 1:
         raise UserError(
             "not every plan of this model can be tried", got=f"{len(parameters)} parameters",
             expected=f"at most {MOST_PARAMETERS}, of one type",

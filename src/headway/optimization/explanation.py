@@ -153,10 +153,10 @@ def passes_upon(
     """
     return tuple(
         Step(
-            each.describe(),
+            pass_.describe(),
             played_all if count == len(passes) else replayer.replay(strategy, passes=passes[:count]),
         )
-        for count, each in enumerate(passes, start=1)
+        for count, pass_ in enumerate(passes, start=1)
     )
 
 
@@ -264,7 +264,7 @@ def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:
         if answers[-1]:
             break
         workers //= 2
-    any_workers = not answers or any(each is not None for each in answers)
+    any_workers = not answers or any(answer is not None for answer in answers)
     bandwidth = least(lambda factor: WhatIf(bandwidth=factor), 1)
     latency = least(lambda factor: WhatIf(latency=factor), -1)
     return Further(target_ms, bandwidth, latency, workers or None, any_workers)
@@ -336,13 +336,13 @@ class Explanation:
             "to_ms": self.to_ms,
             "choices": [
                 {
-                    "name": each.name,
-                    "step_ms": each.step_ms,
-                    "saved_ms": each.saved_ms,
-                    "where": each.where,
-                    "saved_parts_ms": each.saved.parts_ms,
+                    "name": choice.name,
+                    "step_ms": choice.step_ms,
+                    "saved_ms": choice.saved_ms,
+                    "where": choice.where,
+                    "saved_parts_ms": choice.saved.parts_ms,
                 }
-                for each in self.choices
+                for choice in self.choices
             ],
             "critical_path_ms": self.after.parts_ms,
             "next_bottleneck": self.next_bottleneck,
@@ -399,7 +399,7 @@ def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
     recorded = replayer.recorded_strategy
     if plugin_of(recorded).has_horizon:
         return None
-    names = [f"{best.strategy.name} instead of {recorded.name}", *(each.describe() for each in best.passes)]
+    names = [f"{best.strategy.name} instead of {recorded.name}", *(pass_.describe() for pass_ in best.passes)]
     outcomes = []
     for count in range(len(names)):
         outcome = replayer.replay_horizon(best.strategy, passes=best.passes[:count])

@@ -43,7 +43,7 @@ def contenders(
     Where the recording cannot rank plans, any may be the best. Of each kind the best comes first, so that not all are
     variants of one. With ``strategy`` they are of the strategy of that name alone.
     """
-    kept = tuple(each for each in dict.fromkeys((found.recorded, found.stock)) if each is not None)
+    kept = tuple(fromkey for fromkey in dict.fromkeys((found.recorded, found.stock)) if fromkey is not None)
     like = (best, *found.like(best))
     if count is None and not found.can_rank:
         count = MOST
@@ -327,7 +327,7 @@ class MeasuredChoice:
     @property
     def left_with(self) -> MeasuredPlan | None:
         """The plan that the job would be left with, beside which the others were measured; None where there is none."""
-        return next((each for each in self.plans if each.is_reference), None)
+        return next((plan for plan in self.plans if plan.is_reference), None)
 
     @property
     def keeps_recorded(self) -> bool:
@@ -345,7 +345,7 @@ class MeasuredChoice:
                 f"It was {1 / ratio.ratio:.2f} times as fast as {_with_ms(self.left_with)} in the same rounds, by more "
                 "than rounds differ"
             )
-        rival = next((each for each in self.plans if each is not self.taken), None)
+        rival = next((plan for plan in self.plans if plan is not self.taken), None)
         if rival is None:
             return "No other plan could be run"
         if rival.step_ms >= self.taken.step_ms:

@@ -107,18 +107,22 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
     plain = PipelineStrategy(micro_batches=count)
     played: list[tuple[Simulation, Split, dict[str, int], tuple[int, ...]]] = []
     for mesh, order in places(job.on, layers, stages, replicas, count):
-        for each in recording.splits(layers, count, mesh, order, SPLITS):
+        for split in recording.splits(layers, count, mesh, order, SPLITS):
             if time_is_up():
                 return
-            of = recording.cut(each, count, mesh, order)
-            played.append((replayer.simulate(of, _composed(plain, replicas)), each, mesh, order))
+            of = recording.cut(split, count, mesh, order)
+            played.append((replayer.simulate(of, _composed(plain, replicas)), split, mesh, order))
     if not played:
         return
     first, cut, mesh, order = min(played, key=lambda each: each[0].step_ms)
     of = first.job
     replayer.may_be_slower(of, recording.slower(cut, count, mesh, order))
     points = tuple(layers[end].name for end in cut.ends[:-1])
-    others = (each for each in candidates(of) if each.order not in ("1f1b", *NOT_SHARED) and not time_is_up())
+    others = (
+        candidate
+        for candidate in candidates(of)
+        if candidate.order not in ("1f1b", *NOT_SHARED) and not time_is_up()
+    )
     simulations = [
         (plain, first),
         *((each, replayer.simulate(of, _composed(each, replicas))) for each in others),
@@ -164,9 +168,9 @@ def _of_stages(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
     ranks = [replayer.trace.ranks_of_stages[stage][0] for stage in range(len(job.stages))]
     count = best.decide(job).micro_batches
     played = [
-        (replayer.simulate(links.resplit(job, each.ends), best), each.ends)
-        for each in links.splits(count, passing(job.on, ranks))
-        if each.ends != links.ends and not time_is_up()
+        (replayer.simulate(links.resplit(job, split.ends), best), split.ends)
+        for split in links.splits(count, passing(job.on, ranks))
+        if split.ends != links.ends and not time_is_up()
     ]
     if not played:
         return Recuts()

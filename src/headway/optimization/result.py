@@ -41,7 +41,7 @@ def best_to_take(candidates: Sequence[Candidate]) -> Candidate:
     apart.
     """
     fastest = candidates[0]
-    tied = [each for each in candidates if is_tied(each, fastest)]
+    tied = [candidate for candidate in candidates if is_tied(candidate, fastest)]
     tied = [each for each in tied if not each.changes_training] or tied
     least_bytes = min(needed_bytes(each) for each in tied)
     tied = [each for each in tied if (each.peak_bytes or 0) <= least_bytes]
@@ -115,13 +115,20 @@ class SearchResult:
     @property
     def recorded(self) -> Candidate | None:
         """The plan that was recorded; None where it needs more memory than there is."""
-        return next((each for each in self.candidates if not each.changed), None)
+        return next((candidate for candidate in self.candidates if not candidate.changed), None)
 
     @property
     def stock(self) -> Candidate | None:
         """DDP with its default buckets; None where that was not replayed, or needs more memory than there is."""
         default = DistributedDataParallelStrategy()
-        return next((each for each in self.candidates if each.strategy == default and not each.passes), None)
+        return next(
+            (
+                candidate
+                for candidate in self.candidates
+                if candidate.strategy == default and not candidate.passes
+            ),
+            None,
+        )
 
     def dominated(self, candidate: Candidate) -> bool:
         """Whether another one is no slower and needs no more memory, and is better in one of both.
@@ -163,14 +170,16 @@ class SearchResult:
             )
         if self.recorded is None:
             return best_to_take(self.candidates)
-        faster = [each for each in self.candidates if gains(each)]
+        faster = [candidate for candidate in self.candidates if gains(candidate)]
         return best_to_take(faster) if faster and self.can_rank else self.recorded
 
     def _of(self, strategy: str) -> tuple[Candidate, ...]:
         """All of that strategy that are to be compared: there is at least one."""
         among = () if strategy == STAGES else self.candidates
         for candidates in (among, self.for_other_scripts):
-            named = tuple(each for each in candidates if strategy in (STAGES, *names_of(each.strategy)))
+            named = tuple(
+                candidate for candidate in candidates if strategy in (STAGES, *names_of(candidate.strategy))
+            )
             if named:
                 return named
         raise UserError(

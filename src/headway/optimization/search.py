@@ -117,7 +117,7 @@ def is_slower_than_all(one: Asked, rivals: Sequence[Candidate]) -> bool:
     """Whether ``one`` takes longer for certain than the ``FASTEST`` of ``rivals``, fastest first, by more than ±."""
     if len(rivals) < FASTEST:
         return False
-    share = max(each.uncertainty_ms / each.predicted_ms for each in rivals[:FASTEST])
+    share = max(rival.uncertainty_ms / rival.predicted_ms for rival in rivals[:FASTEST])
     return share < 1 and one.lower_ms() * (1 - share) > rivals[FASTEST - 1].predicted_ms
 
 
@@ -188,7 +188,9 @@ def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, OwnBounds]:
     if len(job.stages) > 1:
         return {}
     bounds = OwnBounds(job)
-    return {each.name: bounds for made in proposals if made.bound for each in made.strategies}
+    return {
+        strategy.name: bounds for proposal in proposals if proposal.bound for strategy in proposal.strategies
+    }
 
 
 def _played(
@@ -278,7 +280,7 @@ def search(
         ]
     bounds = bounded(proposals, job) if prune and memory_limit_bytes is None else {}
     of = Asking(replayer, recorded, in_force, bounds)
-    asked = [of.asked(replayer, "", *each) for each in plans]
+    asked = [of.asked(replayer, "", *plan) for plan in plans]
     asked += [of.asked(size, size.said, *each) for size, _, own in more for each in own]
     replays = replay_all(asked, limit, progress, needed=needed)
     candidates = list(replays.candidates)
@@ -295,11 +297,11 @@ def search(
     fitting, excluded = within(candidates, memory_limit_bytes)
     ranked = best_first(fitting)
     notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]
-    notes = [each for each in notes if each]
+    notes = [note for note in notes if note]
     notes += dict.fromkeys(
-        f"{each.strategy.name}: {said}"
-        for each in candidates
-        for said in carried_out_by(each.strategy, job.on.library)[1]
+        f"{candidate.strategy.name}: {said}"
+        for candidate in candidates
+        for said in carried_out_by(candidate.strategy, job.on.library)[1]
     )
     notes += [
         f"times of {each.count} micro-batches are interpolated {each.said}" for each in sized if each.said
@@ -343,7 +345,7 @@ def search(
 
 def _permitted(made: Proposal, allow: Collection[str]) -> Proposal:
     """What is left of a proposal with what the user has permitted."""
-    kept = tuple(each for each in made.strategies if permitted(each.permissions, allow))
+    kept = tuple(strategy for strategy in made.strategies if permitted(strategy.permissions, allow))
     return replace(made, strategies=kept, note=made.note * permitted({made.about_permitted} - {""}, allow))
 
 
@@ -362,7 +364,7 @@ def _proposed(
         if not fits(job, plugin.policy):
             return None
         made = _permitted(proposal_of(plugin, job), allow)
-        return replace(made, strategies=tuple(for_script(own, script) for own in made.strategies))
+        return replace(made, strategies=tuple(for_script(strategy, script) for strategy in made.strategies))
 
     with times_in_range():
         proposals = [each for _, each in ask(proposal, needed=needed) if each is not None]

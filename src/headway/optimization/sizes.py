@@ -63,10 +63,10 @@ def for_script(strategy: Strategy, script: int | None) -> Strategy:
 
 def others_of(first: Replayer, traces: Sequence[Trace]) -> list[Replayer]:
     """Replayers of other recordings of the same job, on the cluster of the first."""
-    for each in traces:
-        if each.world_size != first.trace.world_size:
+    for trace in traces:
+        if trace.world_size != first.trace.world_size:
             _refuse(
-                "the world size", first, each, *(f"{one.world_size} workers" for one in (first.trace, each))
+                "the world size", first, trace, *(f"{one.world_size} workers" for one in (first.trace, trace))
             )
     return [Replayer(each, first.cluster) for each in traces]
 
@@ -149,6 +149,6 @@ def _expect_between(
     first: Replayer, ends: tuple[Replayer, Replayer], made: Between, played: Simulation
 ) -> Expectation:
     """As of the recording of which more is expected, with what interpolation may be off by."""
-    expected = max((each.expect(played) for each in ends), key=lambda each: each.step_ms)
+    expected = max((end.expect(played) for end in ends), key=lambda each: each.step_ms)
     uncertainty_ms = math.hypot(expected.uncertainty_ms, made.share * expected.step_ms)
     return Expectation(first.recorded_step_ms, expected.step_ms, uncertainty_ms)

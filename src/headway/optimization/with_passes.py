@@ -46,11 +46,15 @@ def with_passes(
         return WithPasses()
     kinds = dict(answers("pass", passes().items(), lambda kind: _proposed(kind, job, allow)))
     kinds = {name: found for name, found in kinds.items() if found}
-    able = [each for each in candidates if each.recut is None and not plugin_of(each.strategy).has_horizon]
+    able = [
+        candidate
+        for candidate in candidates
+        if candidate.recut is None and not plugin_of(candidate.strategy).has_horizon
+    ]
     if not kinds or not able:
         return WithPasses()
     tried = _Tried(replayer, kinds, limit_bytes)
-    found = [grown for each in _bases(able) if (grown := tried.grown(each)) is not each and tried.fits(grown)]
+    found = [grown for base in _bases(able) if (grown := tried.grown(base)) is not base and tried.fits(grown)]
     bounds = [_bound(job, each.passes) for each in found]
     return WithPasses(tuple(found), tuple(bounds), tried.replays)
 
@@ -104,7 +108,7 @@ class _Tried:
             best = min(options, key=self._rank)
             if not self._is_worth_it(current, best):
                 break
-            left.pop(next(each.name for each in best.passes if each not in current.passes))
+            left.pop(next(pass_.name for pass_ in best.passes if pass_ not in current.passes))
             current = best
         return current
 

@@ -60,7 +60,7 @@ def in_parts(memory: PassMemory, model: ModelSpec, parts: int) -> PassMemory:
     last = memory.modules[-1]
     output_bytes = last.output_bytes
     rise_bytes = max(each.peak_bytes - each.begin_bytes for each in _innermost(memory))
-    own = {each.name: each.size_bytes for each in model.parameters}
+    own = {parameter.name: parameter.size_bytes for parameter in model.parameters}
     unready_bytes = model.size_bytes
     backward: list[tuple[str, int]] = []
     whole_bytes = 2 * output_bytes  # what is put out, and its gradient
@@ -82,7 +82,7 @@ def in_parts(memory: PassMemory, model: ModelSpec, parts: int) -> PassMemory:
 
 
 def _innermost(memory: PassMemory) -> list[ModuleMemory]:
-    names = {each.module for each in memory.modules}
+    names = {module.module for module in memory.modules}
     outer = {name.rpartition(".")[0] for name in names}
     return [each for each in memory.modules if each.module not in outer]
 
@@ -153,7 +153,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _samples(given: Any) -> int:
-    sizes = {each.shape[0] if each.dim() else 1 for each in _tensors(given)}
+    sizes = {tensor.shape[0] if tensor.dim() else 1 for tensor in _tensors(given)}
     if len(sizes) != 1:
         raise UnsupportedError(
             "a batch cannot be split whose tensors do not all have as many samples",
@@ -179,7 +179,10 @@ def _part(value: Any, begin: int, end: int) -> Any:
 def _joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        if any(not each.dim() or each.shape[0] != own for each, own in zip(outputs, samples, strict=True)):
+        if any(
+            not output.dim() or output.shape[0] != sample
+            for output, sample in zip(outputs, samples, strict=True)
+        ):
             raise UnsupportedError(
                 "a model puts out what is not of its samples, such as a loss, so that its batch cannot be split",
                 got=f"a tensor of shape {tuple(first.shape)} for {samples[0]} samples", fix=LEAVE_OUT,
@@ -210,8 +213,8 @@ def _check_apart(forward: Callable[..., Any], module: nn.Module, given: Any) -> 
                 each.training = mode
     together, *alone = outputs
     _joined([together], [2])
-    for one, other in zip(_tensors(together), _tensors(_joined(alone, [1, 1])), strict=True):
-        if not _are_alike(one, other):
+    for tensor, other in zip(_tensors(together), _tensors(_joined(alone, [1, 1])), strict=True):
+        if not _are_alike(tensor, other):
             raise UnsupportedError(
                 "this model mixes the samples of a batch, so that parts of it are trained otherwise",
                 got="other outputs of two samples together than of each alone, in eval mode", fix=LEAVE_OUT,

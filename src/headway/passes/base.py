@@ -83,9 +83,9 @@ class Pass(BaseModel):
 
 def rewritten(job: Job, passes: Iterable[Pass]) -> Job:
     """``job`` under ``passes``, in their order. Raises as ``rewrite``, and PluginFaultError for others' faults."""
-    for each in passes:
-        with asking("pass", each):
-            changed: object = each.rewrite(job)
+    for pass_ in passes:
+        with asking("pass", pass_):
+            changed: object = pass_.rewrite(job)
             if not isinstance(changed, Job):
                 raise TypeError(f"rewrite() returned {type(changed).__name__}, expected a job")
             job = changed
@@ -131,16 +131,20 @@ def lies_in(module: str, region: str) -> bool:
 
 def check_apart(regions: tuple[str, ...]) -> tuple[str, ...]:
     """``regions`` themselves. Raises ValueError where one is the whole model, comes twice or lies within another."""
-    for one in regions:
-        if not one or regions.count(one) > 1 or any(lies_in(one, other) for other in regions if other != one):
-            raise ValueError(f"{one!r} is given twice, lies within another, or is the whole model")
+    for region in regions:
+        if (
+            not region
+            or regions.count(region) > 1
+            or any(lies_in(region, other) for other in regions if other != region)
+        ):
+            raise ValueError(f"{region!r} is given twice, lies within another, or is the whole model")
     return regions
 
 
 def check_trained(regions: Iterable[str], model: ModelSpec) -> None:
     """Raise UnsupportedError for one in which ``model`` trains no parameter."""
     for region in regions:
-        if not any(lies_in(each.module, region) for each in model.parameters):
+        if not any(lies_in(parameter.module, region) for parameter in model.parameters):
             raise UnsupportedError(
                 "there is no module of that name that trains parameters", got=repr(region),
                 expected="the path of a module in the wrapped model",

@@ -71,7 +71,7 @@ def watch_backward(scales: Callable[[], Sequence[Scale]], entering: type[Any], l
 def _refuse_wrong_uses(
     roots: Sequence[Any], scales: Sequence[Scale], entering: type[Any], leaving: type[Any]
 ) -> None:
-    begins = [each.grad_fn for each in roots if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    begins = [root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None]
     left: list[Any] = []
     for node in _nodes(begins, leaving, left):
         parameter = getattr(node, "variable", None)
@@ -198,7 +198,7 @@ class LossScale:
         # Whoever looks at a gradient that is still to be averaged asks for it, and not all ranks do so here.
         if self._overflowed is None or any(type(each) is not nn.Parameter for each in parameters):
             return False
-        left = [each.grad for each in parameters if each.grad is not None]
+        left = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return bool(self._overflowed) and not any(bool(each.any()) for each in left)
 
     def stepped(self, optimizer: Optimizer, *, finite: bool) -> None:

@@ -84,10 +84,10 @@ class MeasuredPass(Pass):
     def _changed(self, effects: Mapping[str, MeasuredEffect]) -> Callable[[Timeline], Timeline]:
         def change(timeline: Timeline) -> Timeline:
             items = tuple(
-                each._replace(duration_ns=round(each.duration_ns * effects[each.kind].factor))
-                if each.kind in effects
-                else each
-                for each in timeline.items
+                item._replace(duration_ns=round(item.duration_ns * effects[item.kind].factor))
+                if item.kind in effects
+                else item
+                for item in timeline.items
             )
             return self.rearranged(replace(timeline, items=items))
 

@@ -177,10 +177,10 @@ class OptimizerImplementation(Pass):
         def change(timeline: Timeline) -> Timeline:
             background_ns = timeline.background_ns
             items = tuple(
-                each._replace(duration_ns=round(each.duration_ns * effect.factor))
-                if each.kind == Part.OPTIMIZER
-                else each
-                for each in timeline.items
+                item._replace(duration_ns=round(item.duration_ns * effect.factor))
+                if item.kind == Part.OPTIMIZER
+                else item
+                for item in timeline.items
             )
             if background_ns is not None:
                 background_ns = round(background_ns * effect.factor)

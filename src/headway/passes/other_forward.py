@@ -26,7 +26,7 @@ def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return change(value)
     if isinstance(value, tuple | list):
         items = [each_tensor(each, change) for each in value]
-        if all(one is other for one, other in zip(items, value, strict=True)):
+        if all(item is other for item, other in zip(items, value, strict=True)):
             return value
         if isinstance(value, list):
             return items
@@ -148,7 +148,7 @@ def _reduced_as(original: type[nn.Module]) -> Callable[[Any, Any], Any]:
         # Later protocols have pickle compare the class that is made with this one.
         reduced: Any = original.__reduce_ex__(self, min(1, protocol))
         made, arguments, *state = reduced
-        return made, tuple(original if each is type(self) else each for each in arguments), *state
+        return made, tuple(original if argument is type(self) else argument for argument in arguments), *state
 
     return reduce_ex
 
@@ -169,10 +169,10 @@ def apply_all(passes: Sequence[Pass], module: nn.Module, optimizer: Any) -> nn.M
     A module that is wrapped again, as by a second ``fit``, has those already that change it.
     """
     known = applied_to(module)
-    for each in passes:
-        if not (each.changes_module and each in known):
-            with asking("pass", each):
-                changed: object = each.apply(module, optimizer)
+    for pass_ in passes:
+        if not (pass_.changes_module and pass_ in known):
+            with asking("pass", pass_):
+                changed: object = pass_.apply(module, optimizer)
                 if not isinstance(changed, nn.Module):
                     raise TypeError(f"apply() returned {type(changed).__name__}, expected a module")
                 module = changed

@@ -38,7 +38,7 @@ def compute_under_autocast(root: nn.Module, paths: Sequence[str], dtype: str) ->
             "this model has parameters that autocast is not for", got=", ".join(others),
             expected="torch.float32", fix=_LEAVE_OUT,
         )  # fmt: skip
-    devices = {each.device.type for each in parameters}
+    devices = {parameter.device.type for parameter in parameters}
     if len(devices) != 1 or not torch.amp.is_autocast_available(*devices):
         raise UnsupportedError(
             "autocast needs parameters on one kind of device that has it",
@@ -126,7 +126,7 @@ class Precision(MeasuredModules):
     def check_model(self, model: ModelSpec) -> None:
         """Raise UnsupportedError for modules that do not train, and parameters that are not float32."""
         super().check_model(model)
-        others = sorted({each.dtype for each in model.parameters} - {"float32"})
+        others = sorted({parameter.dtype for parameter in model.parameters} - {"float32"})
         if others:
             raise UnsupportedError(
                 "this model has parameters that autocast is not for", got=", ".join(others),

@@ -45,7 +45,7 @@ def recomputed_memory(memory: PassMemory, model: ModelSpec, regions: Sequence[st
     calls = _calls(memory, regions)
     open_ = dict(calls)  # those that have not been computed again
     backward = []
-    owners = {each.name: each.module for each in model.parameters}
+    owners = {parameter.name: parameter.module for parameter in model.parameters}
     for name, held_bytes in memory.backward:
         region = region_of(owners.get(name, ""), regions)
         open_.pop(region, None)
@@ -63,7 +63,7 @@ def recomputed_memory(memory: PassMemory, model: ModelSpec, regions: Sequence[st
 def _calls(memory: PassMemory, regions: Sequence[str]) -> dict[str, ModuleMemory]:
     found = {}
     for region in regions:
-        calls = [each for each in memory.modules if each.module == region]
+        calls = [module for module in memory.modules if module.module == region]
         if len(calls) != 1:
             raise UnsupportedError(
                 "recomputation is predicted of modules that a forward calls once",
@@ -81,7 +81,9 @@ def _forward_bytes(memory: PassMemory, calls: dict[str, ModuleMemory]) -> Iterat
     for call in memory.modules:
         region = region_of(call.module, regions)
         if region == call.module:
-            inner = [each for each in memory.modules if each is not call and lies_in(each.module, region)]
+            inner = [
+                module for module in memory.modules if module is not call and lies_in(module.module, region)
+            ]
             rise_bytes = max((each.peak_bytes - each.begin_bytes for each in inner), default=0)
             yield call.begin_bytes - gone_bytes + max(rise_bytes, call.output_bytes)
             gone_bytes += call.kept_bytes
@@ -309,16 +311,16 @@ class Recompute(Pass):
 
 def _repeated(model: ModelSpec, memory: PassMemory) -> list[str]:
     """Modules of one parent, of those parents whose modules keep most; they train, and are called once."""
-    calls = [each.module for each in memory.modules]
+    calls = [module.module for module in memory.modules]
     siblings: dict[str, list[str]] = {}
     for call in memory.modules:
-        trains = any(lies_in(each.module, call.module) for each in model.parameters)
+        trains = any(lies_in(parameter.module, call.module) for parameter in model.parameters)
         if trains and call.kept_bytes and calls.count(call.module) == 1:
             siblings.setdefault(call.module.rpartition(".")[0], []).append(call.module)
     kept_bytes = {each.module: each.kept_bytes for each in memory.modules}
 
     def saved(paths: Sequence[str]) -> int:
-        return sum(kept_bytes[each] for each in paths)
+        return sum(kept_bytes[path] for path in paths)
 
     several = [paths for paths in siblings.values() if len(paths) > 1]
     return max(several, key=saved, default=[])

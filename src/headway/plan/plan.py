@@ -207,9 +207,9 @@ class Plan(BaseModel):
     @field_validator("passes")
     @classmethod
     def _in_order(cls, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
-        for each in passes[1:]:
-            if each.stands_first:
-                raise ValueError(f"{each.name} has to be the first pass, and there once")
+        for pass_ in passes[1:]:
+            if pass_.stands_first:
+                raise ValueError(f"{pass_.name} has to be the first pass, and there once")
         return passes
 
     @model_validator(mode="after")
@@ -229,18 +229,18 @@ class Plan(BaseModel):
             raise ValueError(
                 f"passes are not applied to the stages of a pipeline, has {', '.join(one.name for one in self.passes)}"
             )
-        for one in self.passes:
+        for pass_ in self.passes:
             for strategy in self.parallel.values():
-                if one.leaves_out_steps and strategy.counts_steps:
+                if pass_.leaves_out_steps and strategy.counts_steps:
                     raise ValueError(
-                        f"under {one.describe()} a rank may leave out a step, and {strategy.name} counts them"
+                        f"under {pass_.describe()} a rank may leave out a step, and {strategy.name} counts them"
                     )
         return self
 
     @field_serializer("parallel", mode="wrap")
     def _strategies_under_their_names(self, value: dict[str, Strategy], handler: Any) -> dict[str, Any]:
         options: dict[str, Any] = handler(value)
-        return {dimension: {value[dimension].name: own} for dimension, own in options.items()}
+        return {dimension: {value[dimension].name: option} for dimension, option in options.items()}
 
     @field_serializer("passes", mode="wrap")
     def _passes_under_their_names(self, value: tuple[Pass, ...], handler: Any) -> list[dict[str, Any]]:
@@ -264,11 +264,11 @@ class Plan(BaseModel):
 
     def describe(self) -> str:
         """Say the strategy and the passes in a few words."""
-        return " + ".join([self.strategy.describe(), *(each.describe() for each in self.passes)])
+        return " + ".join([self.strategy.describe(), *(pass_.describe() for pass_ in self.passes)])
 
     def short_name(self) -> str:
         """Say the strategy in its first words, and the names of the passes."""
-        return " + ".join([short_name(self.strategy.describe()), *(each.name for each in self.passes)])
+        return " + ".join([short_name(self.strategy.describe()), *(pass_.name for pass_ in self.passes)])
 
     @property
     def strategy(self) -> Strategy:
@@ -374,9 +374,12 @@ def _located(*where: int | str) -> Iterator[None]:
     except ValidationError as failure:
         complaints = [
             InitErrorDetails(
-                type=each["type"], loc=(*where, *each["loc"]), input=each["input"], ctx=each.get("ctx", {})
+                type=error["type"],
+                loc=(*where, *error["loc"]),
+                input=error["input"],
+                ctx=error.get("ctx", {}),
             )
-            for each in failure.errors(include_url=False)
+            for error in failure.errors(include_url=False)
         ]
         try:
             placed = ValidationError.from_exception_data(failure.title, complaints)

@@ -164,11 +164,11 @@ def _fields(model: type) -> Mapping[str, FieldInfo]:
     assert dataclasses.is_dataclass(model)
     kinds = get_type_hints(model)
     return {
-        each.name: FieldInfo(
-            annotation=kinds[each.name],
-            default=PydanticUndefined if each.default is MISSING else each.default,
+        field.name: FieldInfo(
+            annotation=kinds[field.name],
+            default=PydanticUndefined if field.default is MISSING else field.default,
         )
-        for each in dataclasses.fields(model)
+        for field in dataclasses.fields(model)
     }
 
 
@@ -190,7 +190,7 @@ def _type_name(kind: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:
         return f"mapping of {_type_name(arguments[0])} to {_type_name(arguments[1])}"
-    if arguments and all(isinstance(each, str | int) for each in arguments):  # a literal
+    if arguments and all(isinstance(argument, str | int) for argument in arguments):  # a literal
         return " or ".join(f"`{each}`" for each in arguments)
     if hasattr(kind, "__metadata__"):
         return _type_name(arguments[0])

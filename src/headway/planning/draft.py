@@ -52,7 +52,7 @@ class ScheduleDrafter:
 
     def groups(self, parts: Iterable[Sequence[Part]]) -> Groups:
         """Groups of these parts."""
-        return tuple(self.group(each) for each in parts)
+        return tuple(self.group(part) for part in parts)
 
     def step_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step."""

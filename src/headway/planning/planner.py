@@ -44,7 +44,7 @@ class Planned:
 
     def predicted_anew(self, predict: Callable[[BucketSchedule], float]) -> Planned:
         """The same schedules with the steps that ``predict`` says (ns), fastest first."""
-        again = [replace(each, step_ns=predict(each.schedule)) for each in self.schedules]
+        again = [replace(schedule, step_ns=predict(schedule.schedule)) for schedule in self.schedules]
         return replace(self, schedules=tuple(sorted(again, key=lambda each: each.step_ns)))
 
 
@@ -92,7 +92,10 @@ def _planned(
 ) -> Iterator[PlannedSchedule]:
     starts = list(starting_groups(drafter))
     for form in forms:
-        choices = [ScheduleOptions(form, channels[0], each) for each in _early_gather_thresholds(form)]
+        choices = [
+            ScheduleOptions(form, channels[0], early_gather_threshold)
+            for early_gather_threshold in _early_gather_thresholds(form)
+        ]
         drafts = _predicted(drafter, starts, choices)
         for count in channels:
             counted = [

@@ -161,7 +161,7 @@ def _job(workload: Workload, cluster: Cluster, strategy: Strategy, what_if: What
     if not job.incidents.slow_share:
         return job
     computation = job.steps
-    repeated = {rank: own * CHANCE_STEPS for rank, own in computation.timelines.items()}
+    repeated = {rank: timeline * CHANCE_STEPS for rank, timeline in computation.timelines.items()}
     return replace(job, computation=replace(computation, timelines=repeated))
 
 

@@ -78,7 +78,7 @@ def best_of(predictions: Sequence[Prediction], allow: Collection[str] = ()) -> P
 
     Of those that look alike it is the first named, and one that changes nothing of what is trained.
     """
-    among = [each for each in predictions if each.recommended(allow)] or predictions
+    among = [prediction for prediction in predictions if prediction.recommended(allow)] or predictions
     return min(among, key=lambda each: (round(each.step_ms, 1), bool(each.changes_training)))
 
 
@@ -97,16 +97,16 @@ def indistinct(one: Prediction, other: Prediction, times_error: float) -> bool:
 def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
     """Every change of the faster of two strategies, between world sizes that were predicted one after the other."""
     by_size: dict[int, dict[str, float]] = {}
-    for each in predictions:
-        by_size.setdefault(each.workers, {})[each.strategy] = each.step_ms
+    for prediction in predictions:
+        by_size.setdefault(prediction.workers, {})[prediction.strategy] = prediction.step_ms
     sizes = sorted(by_size)
     names = list(dict.fromkeys(each.strategy for each in predictions))
     return [
-        Crossover(one, other, before, after)
+        Crossover(name, other, before, after)
         for before, after in pairwise(sizes)
-        for one in names
+        for name in names
         for other in names
-        if _faster(by_size[before], one, other) and _faster(by_size[after], other, one)
+        if _faster(by_size[before], name, other) and _faster(by_size[after], other, name)
     ]
 
 

@@ -57,7 +57,7 @@ def _named(text: str, workload: Workload) -> Strategy:
         if plan.passes:
             raise UserError(
                 "a plan with passes cannot be predicted without a trace",
-                got=", ".join(each.describe() for each in plan.passes),
+                got=", ".join(pass_.describe() for pass_ in plan.passes),
                 expected="a plan without passes",
                 fix="Replay a recording of the job under it: headway replay --plan.",
             )

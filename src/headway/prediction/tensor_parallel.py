@@ -88,7 +88,8 @@ def with_all_reduces(
     }
     spec = workload.spec
     parameters = tuple(
-        each.model_copy(update={"shape": (-(-each.numel // tensor),)}) for each in spec.parameters
+        parameter.model_copy(update={"shape": (-(-parameter.numel // tensor),)})
+        for parameter in spec.parameters
     )
     fields = {name: getattr(spec, name) for name in ModelSpec.model_fields}
     fields |= {name: fields[name] // tensor for name in DIVIDED}

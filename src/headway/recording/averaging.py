@@ -112,10 +112,10 @@ def realigned(own: RankRounds, fit: ClockFit) -> RankRounds:
     """The same rounds on the clock that ``fit`` brings them onto."""
     names = ("asked_ns", "begun_ns", "ended_ns", "told_ns")
     rounds = [
-        each.model_copy(
-            update=dict(zip(names, _moved([getattr(each, name) for name in names], fit), strict=True))
+        round_.model_copy(
+            update=dict(zip(names, _moved([getattr(round_, name) for name in names], fit), strict=True))
         )
-        for each in own.rounds
+        for round_ in own.rounds
     ]
     return own.model_copy(update={"rounds": tuple(rounds)})
 

@@ -179,7 +179,9 @@ class _Look:
         self.samples = given.shape[0] if given is not None and given.dim() else 0
 
     def put_out(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self.outputs_bytes.append(sum(each.numel() * each.element_size() for each in tensors_of(output)))
+        self.outputs_bytes.append(
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(output))
+        )
 
     def forget(self) -> None:
         self.calls = {container: [] for container in self.children}
@@ -192,7 +194,7 @@ class _Look:
         calls = self._chosen()
         names = _names(self.root)
         nodes = [call.node for call in calls]
-        ends = [each.grad_fn for each in tensors_of(output) if each.grad_fn is not None]
+        ends = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         found = parameters_between(nodes[:-1], ends)
         missing = [own[0] for key, own in names.items() if not any(key in used for used in found)]
         if missing:
@@ -212,7 +214,7 @@ class _Look:
                     kept_bytes=sum(self.outputs_bytes[slice(*self._span(calls, place))]),
                 )
             )
-        norms = any(isinstance(each, _BATCH_NORMS) for each in self.root.modules())
+        norms = any(isinstance(module, _BATCH_NORMS) for module in self.root.modules())
         return Chain(links=tuple(links), samples=self.samples, aliases=aliases, batch_norms=norms)
 
     def _span(self, calls: Sequence[_Call], place: int) -> tuple[int, int | None]:
@@ -231,7 +233,7 @@ class _Look:
         runs = [run for container in self.children for run in self._runs(container)]
         modules = dict(self.root.named_modules(remove_duplicate=False))
         for at, run in enumerate(runs):
-            own = {id(each): each for call in run for each in modules[call.name].parameters()}
+            own = {id(parameter): parameter for call in run for parameter in modules[call.name].parameters()}
             sizes[at] = sum(each.numel() * each.element_size() for each in own.values())
         most = max(sizes.values(), default=0)
         large = [runs[at] for at, size in sizes.items() if size >= LARGE_PART * most]

@@ -93,8 +93,8 @@ class ConnectionWatch:
     def begin(self, now_ns: int) -> None:
         """Count from now on."""
         self._find()
-        for one in self._connections:
-            self._look(one)
+        for connection in self._connections:
+            self._look(connection)
         self._since_ns, self._ends = now_ns, 0
 
     def end_step(self, step: int, now_ns: int) -> None:
@@ -107,14 +107,14 @@ class ConnectionWatch:
         if self._ends < OFTEN or self._ends % SELDOM == 0:
             self._find()
         self._ends += 1
-        for one in self._connections:
-            acked_bytes, busy_us = one.acked_bytes, one.busy_us
-            delivered = self._look(one)
-            if one.acked_bytes > acked_bytes:
+        for connection in self._connections:
+            acked_bytes, busy_us = connection.acked_bytes, connection.busy_us
+            delivered = self._look(connection)
+            if connection.acked_bytes > acked_bytes:
                 self.uses.append(
                     Use(
-                        one.local, one.remote, step, self._since_ns, now_ns,
-                        one.acked_bytes - acked_bytes, max(one.busy_us - busy_us, 1) * 1000, delivered,
+                        connection.local, connection.remote, step, self._since_ns, now_ns,
+                        connection.acked_bytes - acked_bytes, max(connection.busy_us - busy_us, 1) * 1000, delivered,
                     )
                 )  # fmt: skip
         self._since_ns = now_ns
@@ -127,7 +127,7 @@ class ConnectionWatch:
 
     def pairs(self) -> str:
         """Both ends of every connection, for other ranks to recognise theirs among."""
-        return json.dumps([[one.local, one.remote] for one in self._connections])
+        return json.dumps([[connection.local, connection.remote] for connection in self._connections])
 
     def _find(self) -> None:
         """Take up connections whose descriptors are new."""

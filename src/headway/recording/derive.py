@@ -94,21 +94,21 @@ def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
     """The messages of a strategy's collectives: they have the sequence and the name of theirs."""
     return [
         Event(
-            Kind.SEND if one.sends else Kind.RECEIVE,
+            Kind.SEND if transfer.sends else Kind.RECEIVE,
             span.name,
             Stream.COMMUNICATION,
             span.step,
-            one.posted_ns,
-            one.done_ns - one.posted_ns,
-            enqueue_ns=one.posted_ns,
+            transfer.posted_ns,
+            transfer.done_ns - transfer.posted_ns,
+            enqueue_ns=transfer.posted_ns,
             group=span.strategy,
             sequence=span.sequence,
-            size_bytes=one.size_bytes,
+            size_bytes=transfer.size_bytes,
             bucket=span.bucket,
-            peer=one.peer,
+            peer=transfer.peer,
         )
         for span in spans
-        for one in span.transfers
+        for transfer in span.transfers
     ]
 
 

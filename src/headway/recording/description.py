@@ -85,7 +85,7 @@ def stage_described(
         update={
             "activation_bytes": activation_bytes.get(stage.stage_index, 0),
             "stage_memory": memory,
-            "optimizer_state_bytes": sum(_state_bytes(each, own) for each in optimizers),
+            "optimizer_state_bytes": sum(_state_bytes(optimizer, own) for optimizer in optimizers),
         }
     )
 

@@ -131,7 +131,7 @@ def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Atte
                 "the recording's folder was removed while recording", got=staging, fix="Record again."
             )
         folders = [each for each in staging.glob(f"{ATTEMPT}*") if each.is_dir()] or [staging]
-        attempts = sorted((_attempt(each, world_size) for each in folders), key=lambda each: each.rank[1])
+        attempts = sorted((_attempt(folder, world_size) for folder in folders), key=lambda each: each.rank[1])
         newest = attempts[-1]
         if newest.everybody_is_heard or newest.world_size is None or time.monotonic() > deadline:
             return attempts
@@ -198,7 +198,9 @@ def _brought_on(events: dict[int, Events], fits: dict[int, ClockFit]) -> dict[in
 
 
 def _rounds_brought_on(rounds: dict[int, RankRounds], fits: dict[int, ClockFit]) -> dict[int, RankRounds]:
-    return {rank: realigned(own, fits[rank]) if rank in fits else own for rank, own in rounds.items()}
+    return {
+        rank: realigned(round_, fits[rank]) if rank in fits else round_ for rank, round_ in rounds.items()
+    }
 
 
 def _stated_world_size(recorded: Sequence[Path], idle: Sequence[dict[str, object]]) -> int | None:

@@ -253,7 +253,7 @@ class _Step:
         if BACKWARD in self._passes or isinstance(self._module, DistributedDataParallel):
             return
         try:
-            parameters = [each for each in self._module.parameters() if each.requires_grad]
+            parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             self._whole = WholeBackward(self._allocations, *ends(), parameters)
         except Exception:  # whatever a stage is made of: training goes on
             self._whole = None
@@ -324,7 +324,7 @@ class _Step:
             return None
         first, later = _first_and_later(weights)
         return HalvedBackward(
-            input_bytes=max(0, *(each.most_bytes for each in inputs)),
+            input_bytes=max(0, *(input_.most_bytes for input_ in inputs)),
             put_off_bytes=max(0, inputs[0].left_bytes), first_weight_bytes=first, weight_bytes=later,
         )  # fmt: skip
 
@@ -351,13 +351,13 @@ def _may_be_watched(module: nn.Module) -> bool:
 
 def _first_and_later(passes: Sequence[_Pass]) -> tuple[int, int]:
     """The most in the first of ``passes``, and in the others where there are any."""
-    first, *later = (max(0, each.most_bytes) for each in passes)
+    first, *later = (max(0, pass_.most_bytes) for pass_ in passes)
     return first, max(later, default=first)
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor of each memory that can be told."""
-    known = (each for each in tensors if each.layout == torch.strided)
+    known = (tensor for tensor in tensors if tensor.layout == torch.strided)
     return list({torch_private.storage_key(each.untyped_storage()): each for each in known}.values())
 
 
@@ -436,7 +436,7 @@ class PipelineWatch:
 
     def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
         """The stage and the micro-batch that one of ``tensors`` is sent or received for, if any is."""
-        return next((self._labels[each] for each in tensors if each in self._labels), Label())
+        return next((self._labels[tensor] for tensor in tensors if tensor in self._labels), Label())
 
     def _passes(
         self, kind: str, original: Callable[..., Any], stage: Any, micro_batch: int, *args: Any, **kwargs: Any
@@ -528,7 +528,7 @@ def _held_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 def labelled(rows: Sequence[Event], observed: Sequence[ObservedPass]) -> list[Event]:
     """``rows`` with the stage and the micro-batch of those inside a pass, and passes that are not among them."""
     passes = sorted(observed, key=lambda each: each.start_ns)
-    starts_ns = [each.start_ns for each in passes]
+    starts_ns = [pass_.start_ns for pass_ in passes]
     seen = set()
     found = []
     for row in rows:

@@ -554,7 +554,9 @@ class Recorder:
         (name, in_force), (order, in_order) = found
         strategies = {name: in_force, order: in_order}
         strategies.pop("", None)
-        self.may_be_measured = any(plugin_named(one).measured_after_recordings for one in strategies)
+        self.may_be_measured = any(
+            plugin_named(strategy).measured_after_recordings for strategy in strategies
+        )
         info = RankInfo(
             rank=rank,
             host=interface.host_name(),

@@ -68,7 +68,7 @@ class StepClock:
         models = [self._parameter_ids, *self._others]
         if any(_holds(optimizer, ids) for ids in models):
             self._calls[optimizer] = self._calls.get(optimizer, 0) + 1
-        waiting = any(all(not _holds(each, ids) for each in self._calls) for ids in models)
+        waiting = any(all(not _holds(call, ids) for call in self._calls) for ids in models)
         if not self._calls or (waiting and sum(self._calls.values()) < LONGEST_WAIT):
             return False
         self._chosen = True

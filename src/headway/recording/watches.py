@@ -181,7 +181,7 @@ def sharded_root() -> nn.Module | None:
     kind = torch_private.sharded_by_fully_shard()
     if kind is None:
         return None
-    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    found = [get_object_ for get_object_ in gc.get_objects() if issubclass(type(get_object_), kind)]
     return max(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 

@@ -95,12 +95,12 @@ class CutRecording:
         for rank, timelines in self.job.steps.timelines.items():
             shares = _shares(self.chain, self.trace.events[rank], self.trace.steps)
             assert shares is not None
-            found[rank] = tuple(_step(self.chain, each, *shares) for each in timelines)
+            found[rank] = tuple(_step(self.chain, timeline, *shares) for timeline in timelines)
         return found
 
     def mean_layers(self) -> tuple[LayerTimes, ...]:
         """The layers with the mean of their times over ranks and steps."""
-        steps = [each.layers for own in self._steps.values() for each in own]
+        steps = [each.layers for step in self._steps.values() for each in step]
         forward, backward = (
             [
                 sum(getattr(layers[place], name) for layers in steps) / len(steps)

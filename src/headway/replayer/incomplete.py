@@ -195,7 +195,8 @@ def of_recorded_buckets(trace: Trace) -> Trace:
         manifest=trace.manifest.model_copy(update={"ranks": ranks, "steps": steps}),
         model=ModelSpec(parameters=parameters, ready_order=tuple(names)),
         events={
-            rank: _laid_bare(own, reduced[rank], steps, awaited[rank]) for rank, own in trace.events.items()
+            rank: _laid_bare(event, reduced[rank], steps, awaited[rank])
+            for rank, event in trace.events.items()
         },
     )
 

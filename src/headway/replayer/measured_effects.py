@@ -58,8 +58,8 @@ def measured_effects(trace: Trace) -> Mapping[str, MeasuredEffect]:
         )  # fmt: skip
     return MappingProxyType(
         {
-            name: MeasuredEffect(each.factor, each.held_bytes, each.memory)
-            for name, each in found.effects.items()
+            name: MeasuredEffect(effect.factor, effect.held_bytes, effect.memory)
+            for name, effect in found.effects.items()
         }
     )
 
@@ -71,8 +71,10 @@ def save_effects(trace: Trace, effects: Mapping[str, MeasuredEffect], device: st
         fingerprint=trace.model.fingerprint,
         device=device,
         effects={
-            name: _Effect(factor=each.factor, held_bytes=each.held_bytes, memory=each.memory)
-            for name, each in all_effects.items()
+            name: _Effect(
+                factor=all_effect.factor, held_bytes=all_effect.held_bytes, memory=all_effect.memory
+            )
+            for name, all_effect in all_effects.items()
         },
     )
     path = trace.path / FILE

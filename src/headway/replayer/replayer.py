@@ -192,7 +192,7 @@ def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True)
         cluster=cluster,
         computation=Computation(timelines({}), with_factors=timelines),
         optimizers=_optimizers(trace),
-        refusals={name: why for own in refusals for name, why in own.items()},
+        refusals={name: why for refusal in refusals for name, why in refusal.items()},
         has_parameters=has_parameters,
         measured=measured_effects(trace),
     )
@@ -301,7 +301,7 @@ class Replayer:
     def recorded_step_times_ms(self) -> tuple[float, ...]:
         """For each recorded step, its mean length over ranks."""
         steps = [events.of_kind(Kind.STEP) for events in self.trace.events.values()]
-        lengths = [each.duration_ns[np.isin(each.step, self.trace.steps)] / 1e6 for each in steps]
+        lengths = [step.duration_ns[np.isin(step.step, self.trace.steps)] / 1e6 for step in steps]
         return tuple(np.mean(lengths, axis=0).tolist())
 
     @property

@@ -90,7 +90,7 @@ def comparison_values(baseline: Baseline, after: Diagnosis, name: str) -> dict[s
         "changed": [(one.name, _shown(one.before), _shown(one.after)) for one in pair.changed],
         "steps_picture": picture,
         "floor_ms": picture.floor_ms,
-        "bucket_pairs": [one for one in pair.buckets if one in buckets],
+        "bucket_pairs": [bucket for bucket in pair.buckets if bucket in buckets],
         "bucket_pairs_left_out": len(pair.buckets) - len(buckets),
         "causes": _causes(baseline.comparison),
         "signed": signed,

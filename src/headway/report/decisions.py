@@ -29,7 +29,7 @@ def decisions_page(entries: Sequence[Entry], name: str = "") -> str:
     """
     require_bokeh()
     numbers = starts(entries)
-    switches = [(each, start) for each, start in zip(entries, numbers, strict=True) if each.switches]
+    switches = [(entry, start) for entry, start in zip(entries, numbers, strict=True) if entry.switches]
     listed = list(zip(entries, numbers, strict=True))[-MAX_LISTED:]
     return page_with_figures(
         "decisions.html.jinja",
@@ -118,7 +118,7 @@ def _expected(entry: Entry) -> str:
 
 def summary(entries: Sequence[Entry]) -> str:
     """In one line: how often the order was changed, and which is in force."""
-    switches = sum(each.switches for each in entries)
+    switches = sum(entry.switches for entry in entries)
     again = starts(entries)[-1]
     return (
         f"{counted(switches, 'switch', 'switches')} after {counted(len(entries), 'decision')}"
@@ -149,7 +149,7 @@ def _columns(drawn: Sequence[tuple[Entry, int]]) -> dict[str, list[Any]]:
     entries = [each for each, _ in drawn]
     return {
         "place": [place for _, place in drawn],
-        "step": [each.step for each in entries],
+        "step": [entry.step for entry in entries],
         "workers": [str(each.workers or "?") for each in entries],
         "measured_ms": [each.measured_ms for each in entries],
         "order": [words.plain(each.order) for each in entries],

@@ -221,7 +221,7 @@ def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
     if not diagnosis.findings or any(
         finding.cause == "straggler" and finding.stands_out for finding in diagnosis.findings
     ):
-        named += [one.rank for one in diagnosis.stragglers]
+        named += [straggler.rank for straggler in diagnosis.stragglers]
     return tuple(rank for rank in dict.fromkeys(named) if rank in diagnosis.breakdown)
 
 

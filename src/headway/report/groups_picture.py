@@ -88,12 +88,12 @@ def _shown(groups: Sequence[Group], ranks: Sequence[int]) -> list[Group]:
     """The first groups of the recording, until one of ``ranks`` has as many as can be told apart."""
     counts = dict.fromkeys(ranks, 0)
     shown: list[Group] = []
-    for each in groups:
-        for rank in each.asked_ns:
+    for group in groups:
+        for rank in group.asked_ns:
             counts[rank] = counts.get(rank, 0) + 1
         if shown and max(counts.values()) > MOST_A_RANK:
             break
-        shown.append(each)
+        shown.append(group)
     return shown
 
 

@@ -198,7 +198,11 @@ def plan_words(plan: Mapping[str, Mapping[str, Any]]) -> str:
 def bucket_rows(buckets: Sequence[BucketTimes]) -> BucketRows:
     """Of many buckets, those that are most exposed."""
     most = sorted(buckets, key=lambda one: -one.exposed_ms)[:MAX_BUCKETS]
-    listed = tuple(one for one in buckets if one in most) if len(buckets) > MAX_BUCKETS else tuple(buckets)
+    listed = (
+        tuple(bucket for bucket in buckets if bucket in most)
+        if len(buckets) > MAX_BUCKETS
+        else tuple(buckets)
+    )
     return BucketRows(
         listed=listed,
         left_out=len(buckets) - len(listed),

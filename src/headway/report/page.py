@@ -112,9 +112,9 @@ def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = 
         blamed_for=_blamed_for(diagnosis, blamed),
         blamed_view=_blamed_view(views, blamed),
         besides=[
-            one.sentence
-            for one in diagnosis.findings
-            if one.stands_out and one.sentence.rstrip(".") not in diagnosis.verdict
+            finding.sentence
+            for finding in diagnosis.findings
+            if finding.stands_out and finding.sentence.rstrip(".") not in diagnosis.verdict
         ],
     )
 

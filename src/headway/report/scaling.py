@@ -42,7 +42,7 @@ def draw_scaling(predictions: Sequence[Prediction], title: str, path: Path) -> N
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     times, efficiencies = figure.subplots(1, 2)
-    for name in dict.fromkeys(each.strategy for each in predictions):
+    for name in dict.fromkeys(prediction.strategy for prediction in predictions):
         own = [each for each in predictions if each.strategy == name]
         workers = [each.workers for each in own]
         times.plot(workers, [each.step_ms for each in own], marker="o", label=name)

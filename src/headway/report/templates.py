@@ -46,7 +46,7 @@ def page_with_figures(
         **values,
         version=__version__,
         css=Markup(own_file("page.css")),
-        scripts=Markup("\n".join(own_file(f"scripts/{each}") for each in scripts)),
+        scripts=Markup("\n".join(own_file(f"scripts/{script}") for script in scripts)),
         page_json=Markup(script_json({**data, "dark": words.DARK})),
         figures={element: Markup(_figure_json(figure)) for element, figure in figures.items()},
         bokeh_js=Markup(_bokeh_js()),

@@ -77,16 +77,16 @@ def _breakdown(diagnosis: Diagnosis) -> Table:
 
 
 def _stragglers(diagnosis: Diagnosis) -> Table:
-    told = any(one.cause == "straggler" and one.stands_out for one in diagnosis.findings)
+    told = any(finding.cause == "straggler" and finding.stands_out for finding in diagnosis.findings)
     table = _table(
         "Stragglers" if told else "Ranks that others wait for",
         ("rank", True),
         ("cost to the others, ms a step", True),
         ("cause", False),
     )
-    for one in diagnosis.stragglers:
-        cause = "not seen in the trace" if one.cause == UNKNOWN else plain(one.cause)
-        table.add_row(str(one.rank), f"{one.cost_ms:.2f}", Text(cause))
+    for straggler in diagnosis.stragglers:
+        cause = "not seen in the trace" if straggler.cause == UNKNOWN else plain(straggler.cause)
+        table.add_row(str(straggler.rank), f"{straggler.cost_ms:.2f}", Text(cause))
     return table
 
 
@@ -146,7 +146,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
     if comparison is not None:
         lines += [f"**{'❌' if comparison.regressed else '✅'} {_escaped(comparison.sentence)}**", ""]
     lines += [f"**{_escaped(diagnosis.verdict)}**", ""]
-    standing = [one for one in diagnosis.findings if one.stands_out]
+    standing = [finding for finding in diagnosis.findings if finding.stands_out]
     if len(standing) > 1:
         rows = [(one.cause.replace("_", " "), _ms(one.cost_ms), _ranks(one.ranks)) for one in standing]
         lines += [*_markdown_table(("Finding", "Cost, ms a step", "Ranks"), rows), ""]

@@ -52,7 +52,7 @@ class Bucket:
     @property
     def wire_bytes(self) -> int:
         """The size of the tensors that are sent, over all ranks (``compression.codec.Exchange``)."""
-        return sum(each.size_bytes for each in self.exchanges) if self.exchanges else self.size_bytes
+        return sum(exchange.size_bytes for exchange in self.exchanges) if self.exchanges else self.size_bytes
 
     @property
     def all_reduced_bytes(self) -> float:

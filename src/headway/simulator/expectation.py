@@ -19,7 +19,7 @@ UNMEASURED = 0.25  # how far collectives of data sheets are off; 19 of 20 rows o
 def unfitted(graph: GraphBuilder[Any]) -> float:
     """By how much what was measured of the graph's collectives is off their costs, at worst; a share."""
     selections = {collective.selection for collective in graph.collectives}
-    return max((each.cost(graph.cluster).fit_error for each in selections), default=0.0)
+    return max((selection.cost(graph.cluster).fit_error for selection in selections), default=0.0)
 
 
 def collectives_error(cluster: Cluster) -> float:

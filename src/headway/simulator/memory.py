@@ -60,5 +60,7 @@ def peak_is_rough(job: Job, strategy: Strategy, schedule: Schedule) -> bool:
 
 def _peak_bytes(model: ModelSpec, held: Footprint) -> int:
     earlier = (held.passes_in_flight - 1) * model.activation_bytes
-    most_bytes = max(each.gradient_bytes + each.working_bytes for each in held_moments(model, held))
+    most_bytes = max(
+        held_moment.gradient_bytes + held_moment.working_bytes for held_moment in held_moments(model, held)
+    )
     return constant_bytes(model, held) + earlier + most_bytes

@@ -80,8 +80,8 @@ def played_ranks(cluster: Cluster, schedule: Schedule, timelines: int) -> int:
         buckets = (schedule,)
     # Servers' shares differ from rank to rank, and hosts without workers serve all ranks.
     if not buckets or any(
-        each.serving.shares or each.serving.hosts is not None or not each.algorithms.repeat
-        for each in buckets
+        bucket.serving.shares or bucket.serving.hosts is not None or not bucket.algorithms.repeat
+        for bucket in buckets
     ):
         return cluster.world_size
     if not isinstance(schedule, ReplicatedSchedule):
@@ -92,8 +92,8 @@ def played_ranks(cluster: Cluster, schedule: Schedule, timelines: int) -> int:
     period = period_of(cluster, lcm(timelines, stages))
     count = period // stages
     shifted = all(
-        own == tuple(rank + period for rank in before)
-        for before, own in zip(pipelines, pipelines[count:], strict=False)
+        pipeline == tuple(rank + period for rank in before)
+        for before, pipeline in zip(pipelines, pipelines[count:], strict=False)
     )
     return period if shifted else cluster.world_size
 
@@ -275,7 +275,7 @@ class Simulation:
     def waiting_ms(self) -> float:
         """The time in which ranks did not compute, as they waited, averaged over steps and ranks."""
         common, boundaries = self.graph.common_steps, self.graph.boundaries
-        spans = (each for each in self.graph.spans if self.first_step <= each.step <= common[-1])
+        spans = (span for span in self.graph.spans if self.first_step <= span.step <= common[-1])
         computed_ns = sum(map(self.duration_ns, spans))
         first, last = (np.array(boundaries[step]) for step in (self.first_step - 1, common[-1]))
         steps = len(common) - self.first_step

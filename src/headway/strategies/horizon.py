@@ -85,7 +85,7 @@ class Outcome:
     @cached_property
     def counted(self) -> Sequence[GroupRun]:
         """The groups of several that ended after the warm-up."""
-        return [each for each in self.groups if each.end_ns > self.from_ns]
+        return [group for group in self.groups if group.end_ns > self.from_ns]
 
     @property
     def sizes(self) -> Mapping[int, int]:

@@ -64,9 +64,11 @@ def proposal_of(plugin: StrategyPlugin[Any], job: Job) -> Proposal:
     made: object = plugin.propose(job)
     if not isinstance(made, Proposal):
         raise TypeError(f"propose() returned {type(made).__name__}, expected Proposal")
-    for each in made.strategies:
-        if not isinstance(each, Strategy):
-            raise TypeError(f"propose() returned {type(each).__name__} in its Proposal, expected strategies")
+    for strategy in made.strategies:
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                f"propose() returned {type(strategy).__name__} in its Proposal, expected strategies"
+            )
     return made
 
 

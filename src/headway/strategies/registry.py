@@ -105,7 +105,7 @@ def carried_out_by(strategy: Strategy, library: str) -> tuple[Strategy, tuple[st
 def adapting(strategy: Strategy) -> Strategy | None:
     """One that begins as ``strategy`` and changes while the job trains as its world does; None where none can."""
     first = plugin_of(strategy)
-    for each in (first, *(other for other in plugins().values() if other is not first)):
+    for each in (first, *(plugin for plugin in plugins().values() if plugin is not first)):
         if (found := each.adapting(strategy)) is not None:
             return cast("Strategy", found)
     return None

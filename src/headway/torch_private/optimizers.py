@@ -104,9 +104,9 @@ def gate_steps(gate: Gate) -> None:
                 break
 
     Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
-    for each in _subclasses(Optimizer):
-        if "step" in vars(each) and hasattr(each.step, "hooked"):  # else no instance has been made
-            _gate_class(each)
+    for subclass in _subclasses(Optimizer):
+        if "step" in vars(subclass) and hasattr(subclass.step, "hooked"):  # else no instance has been made
+            _gate_class(subclass)
 
 
 def is_asked(optimizer: Optimizer) -> bool:

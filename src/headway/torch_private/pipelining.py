@@ -31,9 +31,9 @@ class InputGradients:
         _, values = stage.fwd_cache[micro_batch]
         self._values = values[: len(stage.args_recv_info[micro_batch])]
         awaited = [
-            each
-            for each in self._values
-            if isinstance(each, torch.Tensor) and each.requires_grad and each.is_leaf
+            value
+            for value in self._values
+            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
         ]
         self._missing = len(awaited)
         self._handles = [each.register_post_accumulate_grad_hook(self._computed) for each in awaited]
@@ -44,7 +44,7 @@ class InputGradients:
             return
         self._told = True
         self._stage.bwd_cache[self._micro_batch] = tuple(
-            each.grad if isinstance(each, torch.Tensor) else None for each in self._values
+            value.grad if isinstance(value, torch.Tensor) else None for value in self._values
         )
         try:
             self._tell()
@@ -384,12 +384,12 @@ class PipelineSteps:
     def given_to(self, stage: int) -> list[str]:
         """What a stage receives of a micro-batch: type and shape of each tensor, once stages are prepared."""
         infos = self.stages[stage].args_recv_info.get(0, ())
-        return [_described(each.buffer) for each in infos if getattr(each, "buffer", None) is not None]
+        return [_described(info.buffer) for info in infos if getattr(info, "buffer", None) is not None]
 
     def handed_on_by(self, stage: int) -> list[str]:
         """What a stage hands on of a micro-batch, likewise; empty where this torch does not say."""
         metas = getattr(getattr(self.stages[stage], "_stage_meta", None), "outputs", None) or ()
-        return [_described(each) for each in metas]
+        return [_described(meta) for meta in metas]
 
     # Messages ----------------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ def _loss_of(schedule: Any, more: Sequence[Any], output: Any, target: Any) -> An
 
 def tensors_in(given: Any) -> list[torch.Tensor]:
     """The tensors of nested tuples, lists and dicts."""
-    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+    return [tree_leaf for tree_leaf in tree_leaves(given) if isinstance(tree_leaf, torch.Tensor)]
 
 
 def _described(tensor: Any) -> str:
@@ -441,10 +441,12 @@ def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tens
     if loss is not None and not loss._is_view():
         loss.detach_()
     views = {
-        id(each): each.detach() for each in outputs if isinstance(each, torch.Tensor) and each._is_view()
+        id(output): output.detach()
+        for output in outputs
+        if isinstance(output, torch.Tensor) and output._is_view()
     }
     for place, chunk in enumerate(chunks):
-        if any(id(each) in views for each in tree_leaves(chunk)):
+        if any(id(tree_leaf) in views for tree_leaf in tree_leaves(chunk)):
             chunks[place] = tree_map(lambda each: views.get(id(each), each), chunk)
 
 
@@ -457,14 +459,14 @@ class ReceiveBuffers:
     def templates(self) -> list[torch.Tensor | None]:
         """The like of each buffer, without its memory."""
         return [
-            None if each.buffer is None else _like(each.buffer, torch.device("meta")) for each in self._infos
+            None if info.buffer is None else _like(info.buffer, torch.device("meta")) for info in self._infos
         ]
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
         return next(
-            (each.buffer.device for each in self._infos if each.buffer is not None), torch.device("cpu")
+            (info.buffer.device for info in self._infos if info.buffer is not None), torch.device("cpu")
         )
 
     def allocate(self, templates: Sequence[torch.Tensor | None], device: torch.device) -> None:
@@ -474,7 +476,7 @@ class ReceiveBuffers:
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers that there are."""
-        return [each.buffer for each in self._infos if each.buffer is not None]
+        return [info.buffer for info in self._infos if info.buffer is not None]
 
     def release(self) -> None:
         """Let go of the memory: who needs what was received holds it."""

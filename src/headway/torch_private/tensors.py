@@ -170,12 +170,12 @@ def operator_packet(operator: Any) -> Any:
 
 def returns_given_memory(operator: Any) -> bool:
     """Whether an operator says that it returns memory it was given: a view, or what it wrote to."""
-    return any(each.alias_info for each in operator._schema.returns)
+    return any(return_.alias_info for return_ in operator._schema.returns)
 
 
 def returns_view(operator: Any) -> bool:
     """Whether an operator says that it returns memory it was given and did not write to."""
-    return any(each.alias_info and not each.alias_info.is_write for each in operator._schema.returns)
+    return any(return_.alias_info and not return_.alias_info.is_write for return_ in operator._schema.returns)
 
 
 def pop_dispatch_mode() -> None:

@@ -117,7 +117,7 @@ def calls_intercepted(
         return of_function(checkpoint, checkpoint, args, kwargs)
 
     spaces = [vars(torch.utils.checkpoint)]
-    spaces += [getattr(type(each).forward, "__globals__", {}) for each in modules]
+    spaces += [getattr(type(module).forward, "__globals__", {}) for module in modules]
     places = [(space, name) for space in spaces for name, value in list(space.items()) if value is checkpoint]
     nn.Module.__call__ = called  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]

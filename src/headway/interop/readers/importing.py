@@ -217,8 +217,8 @@ def import_trace(
             folder,
             manifest,
             ModelSpec(parameters=()),
-            {rank: one.events for rank, one in job.workers.items()},
-            {rank: one.events for rank, one in job.servers.items()},
+            {rank: worker.events for rank, worker in job.workers.items()},
+            {rank: server.events for rank, server in job.servers.items()},
         )
     return Imported(manifest, dict(Counter(chosen.name for _, chosen in documents)), tuple(left_out))
 
@@ -281,16 +281,16 @@ def _nothing_timed(companions: Sequence[Companion], refused: Sequence[str]) -> T
 
 def _unused(companions: Sequence[Companion], ranks: Sequence[ForeignRank]) -> list[str]:
     """What to say of documents that tell of communication, but of no rank whose times are here."""
-    timed = {one.rank for one in ranks}
+    timed = {rank.rank for rank in ranks}
     return [
-        f"{one.source} was not used: "
+        f"{companion.source} was not used: "
         + (
             "it does not say which rank it is of; put that into its name, as in rank3.json."
-            if one.rank is None
-            else f"it is of rank {one.rank}, of which nothing here has times."
+            if companion.rank is None
+            else f"it is of rank {companion.rank}, of which nothing here has times."
         )
-        for one in companions
-        if one.rank not in timed
+        for companion in companions
+        if companion.rank not in timed
     ]
 
 
@@ -301,7 +301,7 @@ def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
     fits = {names[0]: ClockFit()}
     notes = []
     if len(names) > 1:
-        on_devices = frozenset(rank for rank, one in job.workers.items() if one.on_device)
+        on_devices = frozenset(rank for rank, worker in job.workers.items() if worker.on_device)
         meetings = meetings_of({rank: one.events for rank, one in job.workers.items()}, clock_of, on_devices)
         fits = fit_clocks(meetings, names)
         notes.append(f"{len(names)} clocks were aligned by what ranks did together.")
@@ -320,7 +320,7 @@ def _clock(one: ForeignRank, otherwise: str) -> str:
 
 
 def _manifest(job: Job, clocks: Mapping[str, Mapping[int, ClockFit]], notes: Sequence[str]) -> Manifest:
-    steps = set.intersection(*(one.events.whole_steps for one in job.workers.values()))
+    steps = set.intersection(*(worker.events.whole_steps for worker in job.workers.values()))
     if not steps:
         raise TraceError(
             "the ranks share no step",

@@ -55,9 +55,9 @@ def of_one_kind(known: CompletedCollectives, own: CompletedCollectives) -> Itera
         order = np.argsort(ended.key, kind="stable")
         keys, first = np.unique(ended.key[order], return_index=True)
         groups.append(dict(zip(keys.tolist(), np.split(order, first[1:]), strict=True)) if len(keys) else {})
-    for key, mine in groups[0].items():
+    for key, group in groups[0].items():
         if key in groups[1]:
-            yield mine, groups[1][key]
+            yield group, groups[1][key]
 
 
 def nearest(known: CompletedCollectives, own: CompletedCollectives, moved_ns: Ints, most_ns: int) -> Ints:
@@ -298,7 +298,7 @@ def number_collectives(events: Mapping[int, Events]) -> list[str]:
     """Give the collectives of ``events`` that have no sequence one, in place. Returns what has to be said of it."""
     notes = _take_over(events)
     keys: Keys = {}
-    views = {rank: _view(own, keys, _unnumbered(own)) for rank, own in events.items()}
+    views = {rank: _view(event, keys, _unnumbered(event)) for rank, event in events.items()}
     first = max(views, key=lambda rank: len(views[rank]))
     if not len(views[first]):
         return notes
@@ -327,7 +327,9 @@ def number_collectives(events: Mapping[int, Events]) -> list[str]:
 
 def _take_over(events: Mapping[int, Events]) -> list[str]:
     """Have ranks that number no collective take numbers and groups from the rank that numbers most, if one does."""
-    numbered = {rank: (own.kind == Kind.COLLECTIVE) & (own.sequence >= 0) for rank, own in events.items()}
+    numbered = {
+        rank: (event.kind == Kind.COLLECTIVE) & (event.sequence >= 0) for rank, event in events.items()
+    }
     first = max(events, key=lambda rank: int(numbered[rank].sum()))
     bare = [rank for rank, own in events.items() if not numbered[rank].any() and _unnumbered(own).any()]
     if not bare or not numbered[first].any():

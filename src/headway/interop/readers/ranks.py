@@ -200,7 +200,7 @@ def _joined(rank: int, claims: list[ForeignRank], job: Job, lenient: bool) -> Fo
         first.dropped_events = sum(one.dropped_events for one in ordered)
         first.notes = list(dict.fromkeys(note for one in ordered for note in one.notes))
         return first
-    names = ", ".join(PurePath(one.source).name for one in claims[:4])
+    names = ", ".join(PurePath(claim.source).name for claim in claims[:4])
     if not lenient:
         raise TraceError(
             f"rank {rank} was found {len(claims)} times",

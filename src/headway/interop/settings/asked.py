@@ -119,7 +119,7 @@ def one_wire(strategy: DistributedDataParallelStrategy) -> Cast | None:
 
 def unexpressed(asked: Asked, of_passes: Sequence[str] | None = None) -> list[str]:
     """What no stock tool does of a plan. ``of_passes`` is what a tool does not do of passes, all of them by default."""
-    said = [f"the pass {one.name}" for one in asked.plan.passes] if of_passes is None else list(of_passes)
+    said = [f"the pass {pass_.name}" for pass_ in asked.plan.passes] if of_passes is None else list(of_passes)
     planned = asked.plan.parallel.get(DATA)
     if isinstance(planned, DecoupledStrategy) and planned.decides_while_training:
         said.append("the search for better options while training: these are what it begins with")

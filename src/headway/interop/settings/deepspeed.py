@@ -71,28 +71,28 @@ def settings(asked: Asked) -> Settings:
 def _of_passes(passes: Sequence[Pass], written: dict[str, Any]) -> tuple[InTorch, list[Pass]]:
     """What the configuration says of passes, and those that are the script's to carry out."""
     gists, uses, lacks, others = [], [], [], []
-    for one in passes:
-        if isinstance(one, Accumulate):
-            written["gradient_accumulation_steps"] = one.micro_batches
-            gists.append(one.describe())
+    for pass_ in passes:
+        if isinstance(pass_, Accumulate):
+            written["gradient_accumulation_steps"] = pass_.micro_batches
+            gists.append(pass_.describe())
             uses.append(
-                f" train_micro_batch_size_per_gpu is the script's batch divided by {one.micro_batches}."
+                f" train_micro_batch_size_per_gpu is the script's batch divided by {pass_.micro_batches}."
             )
             lacks.append(
                 "parts of a batch: the script hands them on one by one, and what is trained is the mean of their losses"
             )
-        elif isinstance(one, Precision) and not one.modules and not one.leaves_out_steps:
+        elif isinstance(pass_, Precision) and not pass_.modules and not pass_.leaves_out_steps:
             # Gradients are sent as they are: of no module in the lower precision.
             written["torch_autocast"] = {
-                "enabled": True, "dtype": one.dtype, "lower_precision_safe_modules": [],
+                "enabled": True, "dtype": pass_.dtype, "lower_precision_safe_modules": [],
             }  # fmt: skip
-            gists.append(one.describe())
+            gists.append(pass_.describe())
             uses.append(" Versions of DeepSpeed that do not know torch_autocast compute in float32.")
             lacks.append("float32 outputs: a loss behind the model is computed from what autocast leaves")
             if written.pop("communication_data_type", None) is not None:
                 lacks.append("what buckets are sent as: under torch_autocast they are sent as they are")
         else:
-            others.append(one)
+            others.append(pass_)
     return InTorch(gists=tuple(gists), use="".join(uses), lacks=tuple(lacks)), others
 
 

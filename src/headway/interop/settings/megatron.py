@@ -112,30 +112,30 @@ def _passes(passes: Sequence[Pass]) -> _Passes:
         said.lacks.append(
             f"which modules are computed again: Megatron takes as many of its first layers, {recomputed}"
         )
-    for one in passes:
-        if isinstance(one, Accumulate):
-            said.micro_batches = one.micro_batches
+    for pass_ in passes:
+        if isinstance(pass_, Accumulate):
+            said.micro_batches = pass_.micro_batches
             said.lacks.append("the loss of a whole batch: it is the mean of its parts'")
-        elif isinstance(one, Recompute):
+        elif isinstance(pass_, Recompute):
             pass  # all of them together
-        elif isinstance(one, Precision) and not one.modules:
-            said.arguments.append("--bf16" if one.dtype == "bfloat16" else "--fp16")
-            if one.leaves_out_steps:  # under --bf16 it is so by itself
+        elif isinstance(pass_, Precision) and not pass_.modules:
+            said.arguments.append("--bf16" if pass_.dtype == "bfloat16" else "--fp16")
+            if pass_.leaves_out_steps:  # under --bf16 it is so by itself
                 said.arguments.append("--accumulate-allreduce-grads-in-fp32")
                 said.lacks.append("when a scale is changed: Megatron scales losses by its own rule")
             said.lacks.append(
-                f"autocast: Megatron keeps parameters in {one.dtype} next to their float32, and computes all in it"
+                f"autocast: Megatron keeps parameters in {pass_.dtype} next to their float32, and computes all in it"
             )
-        elif isinstance(one, InputWorkers):
-            said.arguments += ["--num-workers", str(one.workers)]
-            if one.prefetch != PREFETCH:
+        elif isinstance(pass_, InputWorkers):
+            said.arguments += ["--num-workers", str(pass_.workers)]
+            if pass_.prefetch != PREFETCH:
                 said.lacks.append(
-                    f"{one.prefetch} batches ahead of each loader worker: Megatron's load {PREFETCH}"
+                    f"{pass_.prefetch} batches ahead of each loader worker: Megatron's load {PREFETCH}"
                 )
         else:
-            said.lacks.append(f"the pass {one.name}")
+            said.lacks.append(f"the pass {pass_.name}")
             continue
-        said.gists.append(one.describe())
+        said.gists.append(pass_.describe())
     return said
 
 

@@ -130,8 +130,8 @@ def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") ->
     helpers: dict[str, None] = {}
     calls, arguments, gists, uses, lacks = [], [], [], [], []
     prepared = []
-    for one in passes:
-        if isinstance(one, Recompute):
+    for pass_ in passes:
+        if isinstance(pass_, Recompute):
             imports |= dict.fromkeys(
                 (
                     "from contextlib import contextmanager, nullcontext", "from functools import partial",
@@ -139,38 +139,38 @@ def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") ->
                 )
             )  # fmt: skip
             helpers[_RECOMPUTE] = None
-            calls.append(_for_each(one.modules, "recompute(module.get_submodule(name))"))
-            prepared.append(one.describe())
-        elif isinstance(one, Compile):
-            calls.append(_for_each(one.modules, "module.get_submodule(name).compile()"))
-            prepared.append(one.describe())
+            calls.append(_for_each(pass_.modules, "recompute(module.get_submodule(name))"))
+            prepared.append(pass_.describe())
+        elif isinstance(pass_, Compile):
+            calls.append(_for_each(pass_.modules, "module.get_submodule(name).compile()"))
+            prepared.append(pass_.describe())
             lacks.append("evaluation as it was: it runs compiled, too")
-        elif isinstance(one, Precision) and not one.leaves_out_steps:
+        elif isinstance(pass_, Precision) and not pass_.leaves_out_steps:
             imports |= dict.fromkeys(
                 ("import copy", "import dataclasses", "from functools import partial", "import torch")
             )
             helpers[_LOWER_PRECISION] = None
-            calls.append(_for_each(one.modules or ("",), "lower_precision(module.get_submodule(name))"))
-            prepared.append(one.describe())
-        elif isinstance(one, OptimizerImplementation):
-            arguments.append(f"OPTIMIZER = {literal({one.implementation: True})}")
+            calls.append(_for_each(pass_.modules or ("",), "lower_precision(module.get_submodule(name))"))
+            prepared.append(pass_.describe())
+        elif isinstance(pass_, OptimizerImplementation):
+            arguments.append(f"OPTIMIZER = {literal({pass_.implementation: True})}")
             uses.append(" Construct the optimizer with **OPTIMIZER.")
-            gists.append(one.describe())
-        elif isinstance(one, InputWorkers):
-            loading = {"num_workers": one.workers, "prefetch_factor": one.prefetch}
+            gists.append(pass_.describe())
+        elif isinstance(pass_, InputWorkers):
+            loading = {"num_workers": pass_.workers, "prefetch_factor": pass_.prefetch}
             arguments.append(f"LOADER = {literal(loading)}")
             uses.append(
                 " Construct the loaders of training, of data sets that can be indexed, with **LOADER."
             )
-            gists.append(one.describe())
+            gists.append(pass_.describe())
         else:
-            lacks.append(f"the pass {one.name}{_by_hand(one, unsynchronised)}")
+            lacks.append(f"the pass {pass_.name}{_by_hand(pass_, unsynchronised)}")
     code = "".join(helpers)
     if calls:
         code += _PREPARE.format(calls="\n".join(calls))
-    code += "".join(f"\n{each}\n" for each in arguments)
+    code += "".join(f"\n{argument}\n" for argument in arguments)
     return InTorch(
-        "".join(f"{each}\n" for each in imports),
+        "".join(f"{import_}\n" for import_ in imports),
         code,
         bool(calls),
         (*prepared, *gists),

@@ -46,7 +46,7 @@ def form_of(schedule: BucketSchedule) -> Form:
 def least_sent_share(schedule: BucketSchedule) -> float:
     """The least share of its bytes in which any of its buckets is sent; no more than 1."""
     if schedule.halves is None:
-        sent = ((each.all_reduced_bytes, each.size_bytes) for each in schedule.buckets)
+        sent = ((bucket.all_reduced_bytes, bucket.size_bytes) for bucket in schedule.buckets)
     else:
         sent = ((schedule.half_bytes(REDUCE_SCATTER, each), each.size_bytes) for each in schedule.buckets)
     return min(1.0, min((part / whole for part, whole in sent if whole), default=1.0))

@@ -45,7 +45,7 @@ class Period:
     @classmethod
     def fastest(cls, periods: Sequence[Period]) -> Period:
         """A period that asks no more than any of ``periods``, which are not none."""
-        steps = [each.step_ns for each in periods if each.step_ns is not None]
+        steps = [period.step_ns for period in periods if period.step_ns is not None]
         common = [
             name for name in periods[0].released_ns if all(name in each.released_ns for each in periods)
         ]

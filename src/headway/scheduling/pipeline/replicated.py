@@ -24,7 +24,7 @@ class ReplicatedSchedule:
     reduced_by: str
 
     def __post_init__(self) -> None:
-        ranks = sorted(rank for own in self.pipelines for rank in own)
+        ranks = sorted(rank for pipeline in self.pipelines for rank in pipeline)
         if ranks != list(range(len(ranks))):
             raise ValueError("a rank is in no pipeline, or in several")
         if any(len(own) != len(self.pipeline.ranks) for own in self.pipelines):
@@ -35,12 +35,12 @@ class ReplicatedSchedule:
     @cached_property
     def place_of(self) -> dict[int, tuple[int, int]]:
         """Of each rank of the job, its pipeline and its rank in that."""
-        return {rank: (p, r) for p, own in enumerate(self.pipelines) for r, rank in enumerate(own)}
+        return {rank: (p, r) for p, pipeline in enumerate(self.pipelines) for r, rank in enumerate(pipeline)}
 
     def replicas_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that have ``stage``, one of each pipeline."""
         at = self.pipeline.rank_of_stage[stage]
-        return tuple(own[at] for own in self.pipelines)
+        return tuple(pipeline[at] for pipeline in self.pipelines)
 
     @property
     def stages(self) -> int:
@@ -60,5 +60,5 @@ class ReplicatedSchedule:
     @property
     def collectives(self) -> int:
         """How many messages and collectives a step has: fewer are less risk."""
-        reduced = sum(len(each.buckets) for each in self.buckets)
+        reduced = sum(len(bucket.buckets) for bucket in self.buckets)
         return self.pipeline.collectives * len(self.pipelines) + reduced

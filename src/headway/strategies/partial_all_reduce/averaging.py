@@ -251,6 +251,6 @@ class Averaging:
             _log.warning(
                 "worker %d: %d groups in a row took no mean, the last one with workers %s: %s. A group may take %g s "
                 "(time_limit_s)", self._rounds.worker, self._in_vain,
-                ", ".join(str(each) for each in ended.members if each != self._rounds.worker), ended.reason,
+                ", ".join(str(member) for member in ended.members if member != self._rounds.worker), ended.reason,
                 self._time_limit_s,
             )  # fmt: skip

@@ -269,9 +269,11 @@ class CoSimulation:
             mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
             operations=len(played.end_ns),
             mixing_iterations=iterations_to_mix(
-                [each.members for each in self.runs if each.averaged], len(self._ranks)
+                [run.members for run in self.runs if run.averaged], len(self._ranks)
             ),
-            cost_error=max((each.cost(self.graph.cluster).fit_error for each in selections), default=0.0),
+            cost_error=max(
+                (selection.cost(self.graph.cluster).fit_error for selection in selections), default=0.0
+            ),
         )
 
     def selection(self, members: Sequence[int]) -> Selection:
@@ -407,7 +409,7 @@ class CoSimulation:
                 grant.members,
                 tuple(own.finished for own in members),
                 now_ns,
-                {rank: own.life for rank, own in zip(grant.members, members, strict=True)},
+                {rank: member.life for rank, member in zip(grant.members, members, strict=True)},
             )
             for rank in grant.members:
                 self._average(rank, grant)

@@ -66,7 +66,7 @@ class Known:
     def hear(self, told: Any) -> None:
         """Remember workers that another one has told of and this one does not know. Raises FrameError."""
         members = [member_from(each) for each in told[:MAX_TOLD]] if isinstance(told, list) else []
-        self.add(each for each in members if each.worker not in self._members)
+        self.add(member for member in members if member.worker not in self._members)
 
     def say_hello(self, peers: Peers) -> None:
         """Tell the others that this worker is there, and hear of more; those that do not answer are left alone.

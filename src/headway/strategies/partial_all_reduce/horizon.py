@@ -59,7 +59,7 @@ def steps_of_hosts(
     cluster = job.on
     if [len(ranks) for ranks in workers] != [host.workers for host in cluster.hosts]:
         raise PlanError(
-            "the plan's hosts are not those of the cluster", got=", ".join(str(len(each)) for each in workers),
+            "the plan's hosts are not those of the cluster", got=", ".join(str(len(worker)) for worker in workers),
             expected=f"{', '.join(str(host.workers) for host in cluster.hosts)} ranks",
         )  # fmt: skip
     found: list[HostSteps] = []
@@ -199,7 +199,7 @@ def _of_hosts(
     strategy.decide(job)  # says why there are no two hosts, before anything is simulated
     size_bytes = averaged_bytes(job.model, strategy)
     of_hosts = steps_of_hosts(job, workers, timelines, size_bytes)
-    steps = [[((Part.REST, step_ns),) for step_ns in each.steps_ns] for each in of_hosts]
+    steps = [[((Part.REST, step_ns),) for step_ns in of_host.steps_ns] for of_host in of_hosts]
     outcome = _played(
         job, strategy, cluster_of_hosts(job.on), steps, {}, _of_workers(job.incidents, workers),
         [each.hand_down_ns for each in of_hosts], window,
@@ -223,7 +223,9 @@ def _computes_ns(job: Job, rank: int, timelines: Sequence[Timeline]) -> float:
     """How long a mean step of ``rank`` takes without any communication."""
     incidents = job.incidents
     factor = job.steps.factor_of(rank) * (1 + incidents.slow_share * (incidents.slow_factor - 1))
-    return factor * sum(time_ns for each in timelines for _, time_ns in parts_of(each)) / len(timelines)
+    return (
+        factor * sum(time_ns for timeline in timelines for _, time_ns in parts_of(timeline)) / len(timelines)
+    )
 
 
 def _of_ranks(of_hosts: Sequence[T], workers: Sequence[Sequence[int]]) -> list[T]:
@@ -255,8 +257,8 @@ def _played(
 ) -> Outcome:  # fmt: skip
     """Simulate workers that compute ``steps``, ``factors`` times as long, one on each rank of ``cluster``."""
     lengths_ns = [
-        factors.get(worker, 1.0) * sum(time_ns for parts in own for _, time_ns in parts) / len(own)
-        for worker, own in enumerate(steps)
+        factors.get(worker, 1.0) * sum(time_ns for parts in step for _, time_ns in parts) / len(step)
+        for worker, step in enumerate(steps)
     ]
     mean_ns = sum(lengths_ns) / len(lengths_ns)
     until_ns = max(round((WARM_UP + COUNTED) * mean_ns), round(10 * max(lengths_ns)), 10)
@@ -298,9 +300,9 @@ def jitter_of(steps: Sequence[Sequence[Parts]]) -> float:
     them: with more of it than there is, such groups look slower or faster than they are.
     """
     shares = []
-    for own in steps:
-        if len(own) >= FEWEST_STEPS:
-            times_ns = [sum(time_ns for _, time_ns in parts) for parts in own]
+    for step in steps:
+        if len(step) >= FEWEST_STEPS:
+            times_ns = [sum(time_ns for _, time_ns in parts) for parts in step]
             typical_ns = median(times_ns)
             # Of what lies evenly within a share of the typical time, half is within half of it.
             shares.append(2 * median(abs(time_ns - typical_ns) for time_ns in times_ns) / max(1, typical_ns))

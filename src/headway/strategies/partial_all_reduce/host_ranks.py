@@ -353,7 +353,9 @@ def check_same(rank: FirstOfHost | OtherOfHost, down: HandingDown) -> None:
     """Raise UserError on all ranks of a host where they were not restored from the same state."""
     state = [] if rank.optimizer is None else [rank.optimizer.state[key] for key in rank.optimizer.state]
     moments = [value for own in state for value in own.values() if hasattr(value, "element_size")]
-    tensors = [each for each in (*rank.module.parameters(), *moments) if each.element_size() > 1]
+    tensors = [
+        parameter for parameter in (*rank.module.parameters(), *moments) if parameter.element_size() > 1
+    ]
     if not down.agree((checksum(tensors) + 7 * rank.iteration) % 2**62):
         raise UserError(
             "ranks of one host were restored from different checkpoints",

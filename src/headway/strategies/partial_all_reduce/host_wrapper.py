@@ -75,7 +75,7 @@ class HostDataParallel(DistributedDataParallel):
         worker: FirstOfHost | OtherOfHost | None = None
         group = _group_of_host(hosts)
         if len(hosts.ranks) > 1:
-            device = next(each.device for each in module.parameters() if each.requires_grad)
+            device = next(parameter.device for parameter in module.parameters() if parameter.requires_grad)
             down = HandingDown(group, device)
             worker = _worker(
                 meeting, module, optimizer, strategy, hosts, down, observer=observer, join_timeout_s=join_timeout_s

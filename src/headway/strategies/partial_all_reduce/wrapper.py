@@ -105,7 +105,9 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
 
     def _look_like_ddp(self, given: Mapping[str, Any]) -> None:
         """What scripts read of a DistributedDataParallel."""
-        self.device = next(each.device for each in self.module.parameters() if each.requires_grad)
+        self.device = next(
+            parameter.device for parameter in self.module.parameters() if parameter.requires_grad
+        )
         self.device_type = self.device.type
         moves = bool(given.get("device_ids"))
         self.device_ids = [self.device.index] if moves else None
@@ -192,7 +194,7 @@ def check_options(module: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def _check_devices(module: nn.Module, given: Mapping[str, Any]) -> None:
-    devices = {each.device for each in module.parameters()}
+    devices = {parameter.device for parameter in module.parameters()}
     outputs = [] if given.get("output_device") is None else [given["output_device"]]
     named = [torch_private.device_index(each) for each in [*(given.get("device_ids") or ()), *outputs]]
     if named and (len(devices) != 1 or any(each not in {d.index for d in devices} for each in named)):

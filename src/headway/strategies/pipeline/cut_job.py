@@ -148,9 +148,9 @@ def cut_job(
             steps = model.steps(workers[rank] if workers else rank)
             timelines[rank] = tuple(
                 _timeline(
-                    model, each, cut, range(first, stages, len(ranks)), micro_batches, share, (rank, number)
+                    model, step, cut, range(first, stages, len(ranks)), micro_batches, share, (rank, number)
                 )
-                for number, each in enumerate(steps)
+                for number, step in enumerate(steps)
             )
     return Job(
         stages=tuple(_stage(model, cut.layers(stage), share) for stage in range(stages)),
@@ -171,7 +171,7 @@ def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
             known = model.aliases.get(name, name)
             by_name.setdefault(known, spec.by_name[known].model_copy(update={"name": name}))
     parameters = tuple(by_name.values())
-    part = sum(each.size_bytes for each in parameters) / max(1, spec.size_bytes)
+    part = sum(parameter.size_bytes for parameter in parameters) / max(1, spec.size_bytes)
     kept = sum(layers[index].kept_bytes for index in own)
     if not any(layer.kept_bytes for layer in layers):
         kept = round(spec.activation_bytes * len(own) / len(layers))
@@ -267,7 +267,7 @@ def cut_by_hand(layers: Sequence[SplitLayer], stages: int, points: Sequence[str]
     """The split at modules: a stage begins at the first layer of each. Raises PlanError where that cannot be done."""
     ends = []
     for point in points:
-        inside = [i for i, each in enumerate(layers) if f"{each.name}.".startswith(f"{point}.")]
+        inside = [i for i, layer in enumerate(layers) if f"{layer.name}.".startswith(f"{point}.")]
         if not inside or not inside[0] or layers[inside[0] - 1].cut_bytes is None:
             raise PlanError(
                 "the model cannot be cut where a split point says", got=point,

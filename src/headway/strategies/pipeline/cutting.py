@@ -146,7 +146,7 @@ def _balanced(model: nn.Sequential, stages: int) -> list[int]:
     """Time is taken to be in proportion to parameters: nothing else is known of a module that was not recorded."""
     layers = []
     for name, child in _children(model):
-        size_bytes = sum(each.numel() * each.element_size() for each in child.parameters())
+        size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
         layers.append(SplitLayer(name, size_bytes + 1.0, 2.0 * size_bytes + 1.0, size_bytes, cut_bytes=0))
     found = split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0)
     if not found:

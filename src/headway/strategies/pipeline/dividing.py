@@ -176,7 +176,7 @@ class Program:
             with call.ambience.on(device) if call.ambience else contextlib.nullcontext():
                 result = target(*mapped(filled, call.args), **mapped(filled, call.kwargs))
             if call.gives:
-                tensors = [each for each in leaves(result) if isinstance(each, torch.Tensor)]
+                tensors = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
                 held.update(zip(call.gives, tensors, strict=True))
             del result
             for each in done:
@@ -246,8 +246,8 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
     shares.reverse()
     inputs[0] = recording.inputs
     outputs = [*inputs[1:], recording.outputs()]
-    for given, share in zip(inputs[1:], shares[1:], strict=True):
-        changed = next((each for each in share if len(set(each.changes) & set(given)) > 1), None)
+    for input_, share in zip(inputs[1:], shares[1:], strict=True):
+        changed = next((each for each in share if len(set(each.changes) & set(input_)) > 1), None)
         if changed is not None:
             raise UnsupportedError(
                 "a stage would change in place what it has received together with a tensor of the same memory",
@@ -392,7 +392,7 @@ def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:
 
 def largest(model: nn.Module, recording: Recording, passed_over: set[str]) -> tuple[str, float]:
     """The module with most of the model's parameters that is called as one and could be looked into, and its share."""
-    total = sum(each.numel() * each.element_size() for each in model.parameters()) or 1
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) or 1
     found = ("", 0.0)
     for call in recording.calls:
         if not isinstance(call.target, Submodule) or call.target.name in passed_over:
@@ -415,9 +415,11 @@ def _sizes(model: nn.Module, calls: Sequence[Call]) -> dict[int, int]:
     """Bytes of the parameters that calls use, by their ids."""
     found: dict[int, int] = {}
     for call in calls:
-        own = [model.get_submodule(each.name).parameters() for each in call.uses(Submodule)]
+        own = [model.get_submodule(use.name).parameters() for use in call.uses(Submodule)]
         for parameters in own:
-            found.update({id(each): each.numel() * each.element_size() for each in parameters})
+            found.update(
+                {id(parameter): parameter.numel() * parameter.element_size() for parameter in parameters}
+            )
         for attribute in call.uses(Attribute):
             owner, _, name = attribute.name.rpartition(".")
             each = getattr(model.get_submodule(owner), name)

@@ -279,7 +279,7 @@ def _keep(paths: list[Placement], new: Placement) -> None:
     if any(each.once_ns <= new.once_ns and each.bottleneck_ns <= new.bottleneck_ns for each in paths):
         return
     paths[:] = [
-        each for each in paths if each.once_ns < new.once_ns or each.bottleneck_ns < new.bottleneck_ns
+        path for path in paths if path.once_ns < new.once_ns or path.bottleneck_ns < new.bottleneck_ns
     ]
     paths.append(new)
 

@@ -165,9 +165,9 @@ class PipelineLayout:
             *(last_backwards(schedule, rank, replicas.keys()) for rank in ranks)
         )
         self._places = {
-            rank: (own, at)
-            for own in pipelines or [range(len(schedule.ranks))]
-            for at, rank in enumerate(own)
+            rank: (pipeline, at)
+            for pipeline in pipelines or [range(len(schedule.ranks))]
+            for at, rank in enumerate(pipeline)
         }
         self._stages = [sorted({action.stage for action in own} & replicas.keys()) for own in schedule.ranks]
 
@@ -212,7 +212,7 @@ class PipelineLayout:
         if stages:
             items = (item for block in blocks for item in block.items)
             return lay_out_update(
-                self._graph, [self._replicas[each] for each in stages], cursor, items, left_ns
+                self._graph, [self._replicas[stage] for stage in stages], cursor, items, left_ns
             )
         for block in blocks:
             self._graph.compute(cursor, block.kind, block.duration_ns)

@@ -68,7 +68,7 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         """Those of the buckets of the stage that has most."""
         del world_size
         data, replicas = plugins()[schedule.reduced_by], len(schedule.pipelines)
-        return max(data.messages(own, replicas, library) for own in schedule.buckets)
+        return max(data.messages(bucket, replicas, library) for bucket in schedule.buckets)
 
     def as_run(self, strategy: MeshStrategy, job: Job) -> MeshStrategy:
         data = plugin_of(strategy.data).as_run(strategy.data, job)
@@ -115,7 +115,7 @@ class _Injection(ScheduleInjection[MeshStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: MeshStrategy) -> None:
         """Replicas stay as the script wraps them, which must be as planned."""
         for stage, module in steps.modules.items():
-            if not any(each.requires_grad for each in module.parameters()):
+            if not any(parameter.requires_grad for parameter in module.parameters()):
                 continue  # DDP does not wrap it
             found = plugin_of(strategy.data).recognise(module)
             if found is None or not _is_in_force(strategy, found.options):

@@ -36,8 +36,8 @@ def _stages_said(job: Job) -> str:
 def _places_said(job: Job) -> str:
     """The stages of every rank."""
     found = {
-        rank: sorted({action.stage for action in StageTimes.of(own[0]).passes_ns})
-        for rank, own in job.steps.timelines.items()
+        rank: sorted({action.stage for action in StageTimes.of(timeline[0]).passes_ns})
+        for rank, timeline in job.steps.timelines.items()
     }
     return ", ".join(f"{stages} on rank {rank}" for rank, stages in sorted(found.items()))
 
@@ -91,8 +91,8 @@ def between(fewer: Job, more: Job, count: int) -> Between:
     mixed = _Mixed(*ends, count)
     timelines: dict[int, tuple[Timeline, ...]] = {}
     share = 0.0
-    for rank, own in fewer.steps.timelines.items():
-        pairs = list(zip(own, more.steps.timelines[rank], strict=False))
+    for rank, timeline in fewer.steps.timelines.items():
+        pairs = list(zip(timeline, more.steps.timelines[rank], strict=False))
         timelines[rank] = tuple(mixed.timeline(*pair) for pair in pairs)
         share = max(share, *(mixed.share(*map(StageTimes.of, pair)) for pair in pairs))
     stages = tuple(map(mixed.model, fewer.stages, more.stages))

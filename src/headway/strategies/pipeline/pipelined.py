@@ -132,7 +132,7 @@ def _clipped(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, _error_if_nonfinite: bool
 ) -> torch.Tensor | None:
     """The norm over all stages; None for parameters of none. Raises UnsupportedError for some of a stage's alone."""
-    given = {id(each) for each in parameters}
+    given = {id(parameter) for parameter in parameters}
     for model in list(_models):
         own = {id(each) for each in model.own_parameters}
         if own.isdisjoint(given):
@@ -277,7 +277,7 @@ class PipelinedModel(nn.Module):
             )
         inputs = self._inputs(batch, in_agreement=True)
         self._replicas.share_buffers()
-        modes = [(each, each.training) for each in self.stage.modules()]
+        modes = [(module, module.training) for module in self.stage.modules()]
         self.stage.eval()
         try:
             with torch.no_grad():
@@ -377,7 +377,7 @@ class PipelinedModel(nn.Module):
             stages = sorted({stage for name in names for stage in self._cut.stages_of(name)})
             if len(stages) == 1:
                 continue
-            ranks = [[own[each] for each in stages] for own in self._place.ranks]
+            ranks = [[rank[each] for each in stages] for rank in self._place.ranks]
             world = dist.group.WORLD
             assert world is not None
             timeout = torch_private.group_timeout(world)

@@ -75,7 +75,7 @@ class Placement:
         by_pipeline = mesh.mesh.movedim(names.index(PIPELINE), -1).reshape(-1, mesh[PIPELINE].size())
         ranks = tuple(tuple(own) for own in by_pipeline.tolist())
         pipeline, stage = next(
-            (p, own.index(dist.get_rank())) for p, own in enumerate(ranks) if dist.get_rank() in own
+            (p, rank.index(dist.get_rank())) for p, rank in enumerate(ranks) if dist.get_rank() in rank
         )
         replicas = mesh.get_group(DATA) if len(ranks) > 1 else None
         return cls(ranks, pipeline, stage, mesh.get_group(PIPELINE), replicas)

@@ -59,8 +59,8 @@ def _looped(job: Job, ranks: int, micro_batches: int) -> Iterator[PipelineStrate
     """Orders of several stages a rank, where these lie as the orders have them."""
     if any(
         action.stage % ranks != rank
-        for rank, own in job.steps.timelines.items()
-        for action in StageTimes.of(own[0]).passes_ns
+        for rank, timeline in job.steps.timelines.items()
+        for action in StageTimes.of(timeline[0]).passes_ns
     ):
         return
     if micro_batches % ranks == 0:
@@ -80,7 +80,7 @@ def step_bound_ms(job: Job) -> float:
     """What no order of these stages can beat, as the mean of the recorded steps, if transfers take no time at all."""
     ranks = tuple(sorted(job.steps.timelines))
     pipelines = groups_along(job.mesh, PIPELINE) if job.mesh else (ranks,)
-    return max(_pipeline_bound_ms(job, own) for own in pipelines)
+    return max(_pipeline_bound_ms(job, pipeline) for pipeline in pipelines)
 
 
 def busiest_rank_ms(job: Job) -> float:
@@ -92,7 +92,7 @@ def _pipeline_bound_ms(job: Job, ranks: Sequence[int]) -> float:
     """The same of one pipeline of several, whose stages are on ``ranks`` in order."""
     factors = [job.steps.factor_of(rank) for rank in ranks]
     steps = list(zip(*(job.steps.timelines[rank] for rank in ranks), strict=False))
-    bounds_ns = [_bound_ns([StageTimes.of(timeline) for timeline in each], factors) for each in steps]
+    bounds_ns = [_bound_ns([StageTimes.of(timeline) for timeline in step], factors) for step in steps]
     return sum(bounds_ns) / len(bounds_ns) / 1e6 if bounds_ns else 0.0
 
 
@@ -336,8 +336,8 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         ranks = len(set(steps.rank_of_stage))
         schedule = strategy.schedule_of(steps.stage_count, ranks)
         if steps.replicated:
-            for each in candidates_of(strategy):
-                check_whole_backwards(each.schedule_of(steps.stage_count, ranks), each)
+            for candidate in candidates_of(strategy):
+                check_whole_backwards(candidate.schedule_of(steps.stage_count, ranks), candidate)
         runtime = PipelineRuntime(steps, schedule)
         if strategy.follows_network:
             Follower(steps, runtime, strategy)

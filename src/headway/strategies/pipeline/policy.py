@@ -159,7 +159,7 @@ class PipelineStrategy(Strategy):
 
 def check_whole_backwards(schedule: PipelineSchedule, strategy: PipelineStrategy) -> None:
     """Raise PlanError for halved backwards: DDP would not see the gradients of weights, and leave them as they are."""
-    if any(action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own):
+    if any(action.kind is Pass.WEIGHT_GRADIENT for rank in schedule.ranks for action in rank):
         raise PlanError(
             "DDP cannot reduce the gradients of a stage whose backwards are halved",
             got=strategy.describe(), expected="an order with whole backwards",

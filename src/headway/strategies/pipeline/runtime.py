@@ -206,11 +206,11 @@ def check(steps: PipelineSteps) -> None:
 
 
 def _shapes(given: Any) -> Shapes:
-    return tuple(tuple(each.shape) for each in tensors_in(given))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(given))
 
 
 def _said(shapes: Shapes) -> str:
-    return ", ".join(str(list(each)) for each in shapes) or "no tensor"
+    return ", ".join(str(list(shape)) for shape in shapes) or "no tensor"
 
 
 def _from_every_rank(steps: PipelineSteps, own: Any) -> list[Any]:
@@ -252,7 +252,7 @@ class PipelineRuntime:
         _check(self._steps, schedule)
         self._program = program_of(schedule, self._steps.rank, self._steps.replicated)
         self._steps.halves_backwards = any(
-            action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own
+            action.kind is Pass.WEIGHT_GRADIENT for rank in schedule.ranks for action in rank
         )
         self._gradients = Counter(
             action.stage

@@ -204,7 +204,7 @@ class StageLinks:
                 for old, link in own
                 for name, known in zip(link.parameters, self._known(old, link), strict=True)
             }
-            size = sum(each.size_bytes for each in parameters.values())
+            size = sum(parameter.size_bytes for parameter in parameters.values())
             found.append(
                 ModelSpec(
                     parameters=tuple(parameters.values()),

@@ -256,5 +256,5 @@ def check_as_many(planned: int, computation: Computation) -> None:
 
 def micro_batches(computation: Computation) -> int:
     """How many micro-batches the first recorded step goes through its stages in; 0 where it is no pipeline's."""
-    actions = (action for own in recorded_actions(computation) for action in own)
+    actions = (action for recorded_action in recorded_actions(computation) for action in recorded_action)
     return 1 + max((action.micro_batch for action in actions), default=-1)

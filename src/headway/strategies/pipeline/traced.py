@@ -27,8 +27,8 @@ def split_up(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def micro_batch_of(example: tuple[Any, Any], micro_batches: int) -> tuple[Any, Any]:
     """The first micro-batch. Raises UserError where all are not of one size."""
-    tensors = [each for each in leaves(example) if isinstance(each, torch.Tensor)]
-    rows = {each.shape[0] if each.dim() else 0 for each in tensors}
+    tensors = [leaf for leaf in leaves(example) if isinstance(leaf, torch.Tensor)]
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(rows) != 1 or 0 in rows or next(iter(rows)) % micro_batches:
         raise UserError(
             "example_batch does not split into micro-batches of one size", got=said_of(tensors) or "no tensor",
@@ -49,7 +49,7 @@ def form_of(example: Any) -> Any:
 
 def said_of(tensors: Sequence[torch.Tensor]) -> str:
     """Their types and shapes."""
-    return ", ".join(f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in tensors)
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
 
 
 class TracedStage(nn.Module):
@@ -77,7 +77,7 @@ def traced_stage(
 ) -> TracedStage:
     """The stage, of the submodules, parameters and buffers of ``model``."""
     found = TracedStage(programs, device)
-    modules = {each.name for program in programs.values() for each in submodules_of(program)}
+    modules = {submodule.name for program in programs.values() for submodule in submodules_of(program)}
     called = {id(model.get_submodule(name)) for name in modules}
     for name, module in model.named_modules(remove_duplicate=False):  # outer ones first
         if id(module) in called:
@@ -97,7 +97,7 @@ def traced_stage(
 
 def submodules_of(program: Program) -> Iterator[Submodule]:
     """The submodules that a stage calls."""
-    return (each for call in program.calls for each in call.uses(Submodule))
+    return (use for call in program.calls for use in call.uses(Submodule))
 
 
 def names_of(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tuple[frozenset[str], ...]:
@@ -106,15 +106,15 @@ def names_of(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tu
     modules = {name: id(each) for name, each in model.named_modules(remove_duplicate=False)}
     found: list[set[str]] = []
     for own in programs:
-        called = {modules[each.name] for program in own.values() for each in submodules_of(program)}
+        called = {modules[submodule.name] for program in own.values() for submodule in submodules_of(program)}
         direct = {
-            each.name for program in own.values() for call in program.calls for each in call.uses(Attribute)
+            use.name for program in own.values() for call in program.calls for use in call.uses(Attribute)
         }
         found.append(
             {
                 name
                 for name, _ in state
-                if name in direct or any(modules[each] in called for each in _owners(name))
+                if name in direct or any(modules[owner] in called for owner in _owners(name))
             }
         )
     for name, tensor in state:
@@ -188,7 +188,7 @@ class TracedCut:
 
     def said(self) -> str:
         """What all ranks have to agree on."""
-        return repr(([sorted(own) for own in self.names], self.boundaries, self.ambience))
+        return repr(([sorted(name) for name in self.names], self.boundaries, self.ambience))
 
     def check(self, stage: nn.Module) -> None:
         """Raise UserError where a step would compute in other types, or gradients of others, than was recorded."""
@@ -225,14 +225,14 @@ class TracedCut:
         """The tensors of a batch. Raises UserError for one that is not like the example."""
         form, likes = self.example
         found = split_up(batch)
-        tensors = [each for each in leaves(found) if isinstance(each, torch.Tensor)]
+        tensors = [leaf for leaf in leaves(found) if isinstance(leaf, torch.Tensor)]
         shapes = [(micro_batches * like.shape[0], *like.shape[1:]) for like in likes]
-        if form_of(found) != form or [tuple(each.shape) for each in tensors] != shapes or any(
+        if form_of(found) != form or [tuple(tensor.shape) for tensor in tensors] != shapes or any(
             each.dtype != like.dtype for each, like in zip(tensors, likes, strict=True)
         ):  # fmt: skip
             raise UserError(
                 "a batch is not like example_batch, of which the model was cut into stages",
-                got=said_of(tensors), expected=", ".join(str(list(each)) for each in shapes),
+                got=said_of(tensors), expected=", ".join(str(list(shape)) for shape in shapes),
                 fix="Give batches of one shape (drop_last=True in a DataLoader), and an example of that.",
             )  # fmt: skip
         return tuple(tensors)
@@ -287,8 +287,8 @@ def traced_cut(
     trained = frozenset(
         name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad
     )
-    likes = tuple(recording.likes[each] for each in recording.inputs)
-    last = tuple(recording.likes[each] for each in recording.outputs())
+    likes = tuple(recording.likes[input_] for input_ in recording.inputs)
+    last = tuple(recording.likes[output] for output in recording.outputs())
     return TracedCut(
         tuple(by_stage), training.boundaries, names, tied_in(model), trained, outputs, last, (form_of(example), likes),
         Ambience.now(device), device, not_evaluated,
@@ -352,11 +352,12 @@ def _check_buffers(model: nn.Module, programs: Sequence[Mapping[bool, Program]])
     """Statistics that each stage would have its own of."""
     seen: dict[str, int] = {}
     for stage, own in enumerate(programs):
-        for name in {each.name for program in own.values() for each in submodules_of(program)}:
+        for name in {submodule.name for program in own.values() for submodule in submodules_of(program)}:
             if seen.setdefault(name, stage) == stage:
                 continue
             if any(
-                getattr(each, "track_running_stats", False) for each in model.get_submodule(name).modules()
+                getattr(module, "track_running_stats", False)
+                for module in model.get_submodule(name).modules()
             ):
                 raise UnsupportedError(
                     "a module that several stages call keeps statistics, and each would have its own",
@@ -370,7 +371,7 @@ def _check_buffers(model: nn.Module, programs: Sequence[Mapping[bool, Program]])
 @contextlib.contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Have the model in a mode. In training, modules that are in the other one (frozen statistics) stay so."""
-    before = [(each, each.training) for each in model.modules()]
+    before = [(module, module.training) for module in model.modules()]
     if not training or not model.training:
         model.train(training)
     try:
@@ -381,7 +382,7 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _plain(boundaries: Sequence[Sequence[Like]]) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
-    return [[(each.shape, each.dtype) for each in own] for own in boundaries]
+    return [[(each.shape, each.dtype) for each in boundary] for boundary in boundaries]
 
 
 def _is_sequential(module: nn.Module) -> bool:

@@ -116,7 +116,7 @@ def left_as_it_was(model: nn.Module, inside: set[str]) -> Iterator[None]:
                 "a module that is divided among stages has hooks, which no rank could call", got=name or "the model",
                 fix="Register hooks of the modules that stages are made of.",
             )  # fmt: skip
-    buffers = [(each, each.clone()) for each in model.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     before = [(name, module, _attributes(module)) for name, module in model.named_modules()]
     changed = None
     try:
@@ -247,16 +247,16 @@ class _Recorder(TorchFunctionMode):
 
     def looked_into(self) -> Iterator[nn.Module]:
         """The modules whose own calls are recorded."""
-        return (each for each in self._model.modules() if id(each) in self._inside)
+        return (module for module in self._model.modules() if id(module) in self._inside)
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Note the inputs."""
-        tensors = [each for each in private.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        self._recording.inputs = tuple(self._new(each) for each in tensors)
+        tensors = [leaf for leaf in private.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._recording.inputs = tuple(self._new(tensor) for tensor in tensors)
 
     def end(self, output: Any) -> Recording:
         """All calls are made, and ``output`` is returned."""
-        keeper = next((each for each in self._objects.values() if keeps_tensors(each)), None)
+        keeper = next((object_ for object_ in self._objects.values() if keeps_tensors(object_)), None)
         if keeper is not None:
             raise self._refused(
                 "passes on an object that keeps tensors (in a model of Transformers, its config says use_cache=False "
@@ -264,7 +264,7 @@ class _Recorder(TorchFunctionMode):
                 type(keeper).__name__,
             )
         self._recording.output = private.mapped(self._stand_in, output)
-        if any(isinstance(each, Attribute | torch.Tensor) for each in private.leaves(self._recording.output)):
+        if any(isinstance(leaf, Attribute | torch.Tensor) for leaf in private.leaves(self._recording.output)):
             raise self._refused(
                 "returns a tensor that it has not computed", "a parameter, buffer or constant"
             )
@@ -315,9 +315,9 @@ class _Recorder(TorchFunctionMode):
         if name == "register_hook":
             raise self._refused("registers a hook of a tensor", name)
         stand_ins = private.mapped(self._stand_in, args), private.mapped(self._stand_in, kwargs)
-        self._objects.update((id(each), each) for each in objects_in((args, kwargs)))
+        self._objects.update((id(object_), object_) for object_ in objects_in((args, kwargs)))
         draws, drawn = self._draws.count, Drawn.now()
-        given = [each for each in private.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = [leaf for leaf in private.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(each) for each in given]
         self._suspended = True
         try:
@@ -335,7 +335,7 @@ class _Recorder(TorchFunctionMode):
         )
         changes = self._with_memory_of(written)
         call = Call(
-            target, *stand_ins, tuple(self._new(each) for each in tensors),
+            target, *stand_ins, tuple(self._new(tensor) for tensor in tensors),
             None if ambience == self._ambience else ambience, changes,
             in_place or bool(changes), self._draws.count > draws,
         )  # fmt: skip
@@ -345,8 +345,8 @@ class _Recorder(TorchFunctionMode):
             raise self._refused(
                 "checkpoints what is no module, or keeps activations elsewhere", name or str(target)
             )
-        for each in call.uses(Submodule):  # one that is checkpointed, too
-            self._begins(self._modules[id(self._model.get_submodule(each.name))])
+        for use in call.uses(Submodule):  # one that is checkpointed, too
+            self._begins(self._modules[id(self._model.get_submodule(use.name))])
         self._recording.calls.append(call)
         if in_place and isinstance(call.first, Value):
             self._recording.likes[call.first] = Like.of(self._kept[call.first.number])
@@ -364,7 +364,7 @@ class _Recorder(TorchFunctionMode):
 
     def _with_memory_of(self, tensors: list[torch.Tensor]) -> tuple[Value, ...]:
         """The tensors so far that share memory with ``tensors``."""
-        memories = {private.memory_of(each) for each in tensors}
+        memories = {private.memory_of(tensor) for tensor in tensors}
         if not memories:
             return ()
         return tuple(

@@ -339,7 +339,7 @@ def _nodes(columns: _Columns, wrong: list[str]) -> Nodes:
     is damage.
     """
     index = columns.index
-    missing = next((one for deps in columns.data_deps for one in deps if one not in index), None)
+    missing = next((dep for deps in columns.data_deps for dep in deps if dep not in index), None)
     if missing is not None:
         wrong.append(f"a dependency on node {missing}, which is not there")
     return Nodes(

@@ -433,7 +433,7 @@ def _numel(dims: Any) -> int:
     if not dims:
         return 0
     if isinstance(dims[0], list):
-        return sum(_numel(one) for one in dims)
+        return sum(_numel(dim) for dim in dims)
     return math.prod(dims)
 
 

@@ -76,7 +76,7 @@ class Known:
     @classmethod
     def of_rank(cls, rank: int | None, companions: Sequence[Companion]) -> Known:
         """Collect what is said of ``rank``; of everybody where neither side knows whose it is."""
-        mine = [one.content for one in companions if one.rank == rank]
+        mine = [companion.content for companion in companions if companion.rank == rank]
         return cls(
             [content for content in mine if isinstance(content, ExecutedCommunication)],
             [content for content in mine if isinstance(content, Recorded)],

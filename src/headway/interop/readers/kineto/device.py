@@ -246,7 +246,7 @@ def _launches(document: KinetoDocument, kernels: Indices) -> Indices:
     calls = document.of_category(*LAUNCHES)
     by_correlation = dict(zip(document.correlations(calls), calls.tolist(), strict=True))
     by_correlation.pop(-1, None)
-    found = [by_correlation.get(one, -1) for one in document.correlations(kernels)]
+    found = [by_correlation.get(correlation, -1) for correlation in document.correlations(kernels)]
     return np.array(found, dtype=np.intp)
 
 

@@ -336,7 +336,7 @@ class Ledger:
             self._decisions.popitem(last=False)
         for worker in group.workers:
             del self._busy[worker]
-        told = tuple(each for each in group.start.members if self.member(each.worker) == each)
+        told = tuple(member for member in group.start.members if self.member(member.worker) == member)
         self._said.append(Decision(number, group.start.key, committed, told))
         self._begin(self._generator.ended(number, self.now_ns))
         for worker in group.workers:
@@ -399,8 +399,15 @@ class Ledger:
         """
         ledger = cls(make_generator, snapshot.job)
         ledger.boot, ledger.now_ns = snapshot.boot, snapshot.now_ns
-        for one in snapshot.workers:
-            live = _Live(one.member.value(), one.session, one.admitted, one.waits, one.asks, one.absent)
+        for worker in snapshot.workers:
+            live = _Live(
+                worker.member.value(),
+                worker.session,
+                worker.admitted,
+                worker.waits,
+                worker.asks,
+                worker.absent,
+            )
             ledger._live[live.member.worker] = live
             ledger._hosts[live.member.worker] = live.member.host
         ledger._generator.restore(snapshot.generator)

@@ -181,12 +181,12 @@ class Start(_Model):
     def of(cls, start: GroupStart) -> Start:
         """The message of ``start``."""
         return cls(
-            number=start.number, key=start.key, members=[MemberModel.of(each) for each in start.members]
+            number=start.number, key=start.key, members=[MemberModel.of(member) for member in start.members]
         )
 
     def value(self) -> GroupStart:
         """The start that this is the message of."""
-        return GroupStart(self.number, self.key, tuple(each.value() for each in self.members))
+        return GroupStart(self.number, self.key, tuple(member.value() for member in self.members))
 
 
 class Welcome(_Model):

@@ -331,7 +331,7 @@ class Service:
                 incarnation=own.incarnation,
                 resumed=resumed,
                 lease_s=self._leases.lease_s,
-                members=[messages.MemberModel.of(each) for each in self._ledger.members if each != own],
+                members=[messages.MemberModel.of(member) for member in self._ledger.members if member != own],
                 running=messages.Start.of(running) if running else None,
                 generator=self._description,
             ),

@@ -125,7 +125,7 @@ class InterIntra(QueuedGroups[DrawingOptions]):
         heads = {host: self.chance.one(without.get(host, hosts[host])) for host in meeting}
         yield from divided(self.chance.sample(heads.values(), len(heads)), self.options.group_size)
         for host, workers in without.items():
-            yield [each for each in workers if each != heads[host]]
+            yield [worker for worker in workers if worker != heads[host]]
         yield from (hosts[host] for host in without if len(hosts[host]) > 1)
 
     def _by_host(self, workers: Iterable[Worker]) -> dict[str, list[Worker]]:

@@ -55,7 +55,7 @@ class TunerProcess:
         self.is_alive = True
         self._tell(
             {
-                "candidates": [each.model_dump(mode="json") for each in tuner.candidates],
+                "candidates": [candidate.model_dump(mode="json") for candidate in tuner.candidates],
                 "boundary_bytes": tuner.boundary_bytes,
                 "latency_us": tuner.latency_us,
             }
@@ -138,7 +138,7 @@ def serve(read: IO[bytes], write: IO[bytes]) -> None:
     for line in read:
         rows = json.loads(line)["rows"]
         number, candidate = number_and_candidate(rows[0])
-        steps = tuple(own.step(row) for own, row in zip(columns[candidate], rows, strict=True))
+        steps = tuple(column.step(row) for column, row in zip(columns[candidate], rows, strict=True))
         tuner = tuner.after(ObservedStep(number, candidate, steps))
         assert tuner.latest is not None
         write.write(json.dumps(decision_document(tuner.latest)).encode() + b"\n")
@@ -200,8 +200,8 @@ class Follower:
         self._journal: Journal | None = None
         self._steps, self._runtime = steps, runtime
         self._candidates = candidates_of(strategy)
-        self._schedules = [each.schedule_of(steps.stage_count) for each in self._candidates]
-        self._columns = [Columns(each, steps.rank) for each in self._schedules]
+        self._schedules = [candidate.schedule_of(steps.stage_count) for candidate in self._candidates]
+        self._columns = [Columns(schedule, steps.rank) for schedule in self._schedules]
         ranks = dist.get_process_group_ranks(steps.group)
         self._ranks = len(ranks)
         self._group = dist.new_group(
@@ -265,7 +265,7 @@ class Follower:
         sizes = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(sizes, mine, group=self._group)
         if self._steps.rank == 0:
-            boundary_bytes = tuple(int(each) for each in sizes[1:])
+            boundary_bytes = tuple(int(siz) for siz in sizes[1:])
             self._tuner = self._start(Tuner(self._candidates, boundary_bytes))
             self._journal = Journal.wanted()
 
@@ -284,7 +284,7 @@ class Follower:
     def _decided(self, decision: Decision) -> None:
         self.decisions.append(decision)
         if self._journal is not None:
-            self._journal.add(entry_of(decision, [each.describe() for each in self._candidates]))
+            self._journal.add(entry_of(decision, [candidate.describe() for candidate in self._candidates]))
         if decision.before != self._wanted:
             return  # about a step before the last switch
         self._wanted = decision.candidate

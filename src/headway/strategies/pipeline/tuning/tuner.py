@@ -284,7 +284,7 @@ class Tuner:
 
     def _decided(self, step: ObservedStep, changed: Mapping[Way, LinkEstimate]) -> Tuner:
         job = self._job()
-        played = [step_times_ms(job, each.schedule_of(len(job.stages))) for each in self.candidates]
+        played = [step_times_ms(job, candidate.schedule_of(len(job.stages))) for candidate in self.candidates]
         first = step.ranks[0]  # whose program ends last, as gradients come to it last
         measured_ms = (first.end_ns - first.begin_ns + self._outside_ns(0)) / 1e6
         now, best = (
@@ -306,7 +306,7 @@ class Tuner:
             )
         if changed:
             reason += f"; {_slowest(changed)}"
-        rates = {way: found.gbps for way, found in self.links.items()}
+        rates = {way: link.gbps for way, link in self.links.items()}
         decision = Decision(step.number, step.candidate, chosen, reason, predicted_ms, measured_ms, rates)
         switched = (step.number, step.candidate) if decision.switches else self.switched
         return replace(self, latest=decision, switched=switched)
