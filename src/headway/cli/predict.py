@@ -249,7 +249,8 @@ def _print_steps(
         console.print(one_line(sentence, LONGEST))
     console.print(_table(found, workload, close))
     for overtaking in overtakings:
-        overtakes = f"{overtaking.to} overtakes {overtaking.of} between {overtaking.below} and {overtaking.above} workers."
+        between = f"between {overtaking.below} and {overtaking.above} workers"
+        overtakes = f"{overtaking.to} overtakes {overtaking.of} {between}."
         console.print(one_line(overtakes, LONGEST))
     notes = [f"{best.strategy}: {note}." for note in best.notes]
     notes += [f"Note: {each.strategy}: {said}." for each in largest for said in each.ignored]
@@ -353,9 +354,11 @@ def _table(predictions: list[Prediction], workload: Workload, close: Mapping[int
         "peak memory a worker",
     )
     for prediction in predictions:
+        alike = close[prediction.workers]
         table.add_row(
-            str(prediction.workers), str(prediction.samples), one_line(prediction.strategy) + " ‡" * bool(prediction.changes_training),
-            f"{prediction.step_ms:.1f}" + " ≈" * (prediction in close[prediction.workers] and len(close[prediction.workers]) > 1),
+            str(prediction.workers), str(prediction.samples),
+            one_line(prediction.strategy) + " ‡" * bool(prediction.changes_training),
+            f"{prediction.step_ms:.1f}" + " ≈" * (prediction in alike and len(alike) > 1),
             f"{prediction.exposed_ms:.1f}",
             f"{prediction.samples_per_s:.0f}", f"{prediction.efficiency:.0%}", format_bytes(prediction.peak_bytes),
         )  # fmt: skip
