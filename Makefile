@@ -49,6 +49,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/house.py
 
 types: $(STAMP)
 	$(BIN)/mypy

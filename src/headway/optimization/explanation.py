@@ -16,11 +16,9 @@ from headway.optimization.result import SearchResult
 from headway.passes.base import Pass
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
-from headway.scheduling.buckets import BucketSchedule
 from headway.simulator.simulate import Simulation
 from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
-from headway.strategies.decoupled.policy import DecoupledStrategy, options_of
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Kind
@@ -127,7 +125,7 @@ def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) ->
     wanted = target.spelled_out(replayer.job)
     taken: list[Step] = []
     if type(recorded) is not type(target):
-        current = _in_the_form_of(replayer, wanted)
+        current = wanted.with_buckets(recorded.decide(replayer.job), replayer.job)
         name = f"{target.name} instead of {recorded.name}"
         if current is None or current == wanted:
             return (Step(name, played_target),)
@@ -158,15 +156,6 @@ def passes_upon(
         )
         for count, pass_ in enumerate(passes, start=1)
     )
-
-
-def _in_the_form_of(replayer: Replayer, wanted: Strategy) -> Strategy | None:
-    """The recorded buckets under the strategy of ``wanted``; None where that cannot be said."""
-    decided = replayer.recorded_strategy.decide(replayer.job)
-    if not isinstance(wanted, DecoupledStrategy) or not isinstance(decided, BucketSchedule):
-        return None
-    options = options_of(decided, replayer.job.model) | {"gather_order": ()}
-    return DecoupledStrategy.model_validate(options).spelled_out(replayer.job)
 
 
 def _differences(current: Strategy, wanted: Strategy) -> dict[str, Mapping[str, Any]]:

@@ -15,9 +15,8 @@ from headway.replayer.replayer import Replayer
 from headway.simulator.expectation import SAME_SHARE
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
-from headway.strategies.registry import plugin_of
+from headway.strategies.registry import STOCK, plugin_of
 
 
 def best_first(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -120,12 +119,11 @@ class SearchResult:
     @property
     def stock(self) -> Candidate | None:
         """DDP with its default buckets; None where that was not replayed, or needs more memory than there is."""
-        default = DistributedDataParallelStrategy()
         return next(
             (
                 candidate
                 for candidate in self.candidates
-                if candidate.strategy == default and not candidate.passes
+                if candidate.strategy == STOCK and not candidate.passes
             ),
             None,
         )

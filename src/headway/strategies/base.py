@@ -58,6 +58,11 @@ class Strategy(BaseModel):
         del job
         return self
 
+    def with_buckets(self, schedule: Schedule, job: Job) -> Self | None:
+        """This kind of strategy with the buckets of ``schedule``, written out; None if it cannot have them."""
+        del schedule, job
+        return None
+
     def beside(self, other: Strategy) -> Strategy:
         """``other`` in the place of that part of this decision that it is an alternative to; by default of all."""
         return other

@@ -36,6 +36,9 @@ COMPOSED = {"mesh": "headway.strategies.pipeline.mesh_plugin"}
 AS_RECORDED: Strategy = DistributedDataParallelStrategy(bucket_cap_mb=0)
 """What lays out all-reduces of which nothing but their sizes is known: a bucket of every "parameter"."""
 
+STOCK: Strategy = DistributedDataParallelStrategy()
+"""What a script has that wraps its model in DistributedDataParallel and sets nothing."""
+
 WITHOUT_A_PLAN: Strategy = DecoupledStrategy(tune=True)
 """What ``headway.parallelize`` does without a plan."""
 

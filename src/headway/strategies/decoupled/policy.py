@@ -24,6 +24,7 @@ from headway.scheduling.buckets import (
     make_buckets,
     whole,
 )
+from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
@@ -166,6 +167,13 @@ class DecoupledStrategy(Strategy):
         if self.begin_as is not None:
             return self
         return self.model_copy(update={**options_of(self.decide(job), job.model), "wire": self.wire})
+
+    def with_buckets(self, schedule: Schedule, job: Job) -> Self | None:
+        """The buckets of ``schedule`` in their order, all else as by default; None if it has no buckets."""
+        if not isinstance(schedule, BucketSchedule):
+            return None
+        options = options_of(schedule, job.model) | {"gather_order": ()}
+        return type(self).model_validate(options).spelled_out(job)
 
     def _looked_up(self, model: ModelSpec) -> list[list[Part]]:
         _refuse(
