@@ -15,7 +15,7 @@ from headway.diagnosis import diagnose
 from headway.errors import TraceError
 from headway.interop.exporters.chakra import write_chakra
 from headway.interop.exporters.perfetto import write_perfetto
-from headway.interop.readers.formats import FORMATS
+from headway.interop.readers.formats import readers
 from headway.interop.readers.importing import Imported, import_trace
 from headway.report.page import write_html
 from headway.trace.events import Kind
@@ -132,7 +132,7 @@ def test_an_import_that_fails_leaves_nothing_behind(tmp_path: Path, name: str) -
     assert left_behind(source) == before
 
 
-@pytest.mark.parametrize("chosen", [one.name for one in FORMATS])
+@pytest.mark.parametrize("chosen", list(readers()))
 @pytest.mark.parametrize("lenient", [False, True])
 def test_any_file_forced_into_any_format(tmp_path: Path, chosen: str, lenient: bool) -> None:
     files = ["kineto/rank0.json.gz", "chakra/gloo.0.et.gz", "jax/single.xplane.pb", "mxnet/module/worker0.json",

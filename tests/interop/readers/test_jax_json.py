@@ -13,7 +13,7 @@ from tests.interop.readers.profiles import FIXTURES, ranks_of, recorded, steps_o
 
 from headway.errors import TraceError
 from headway.interop.readers import jax_json
-from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
+from headway.interop.readers.formats import SNIFFED_BYTES, readers, recognised
 from headway.trace.events import Kind
 
 # What is known of the jobs stands in fixtures/tensorflow/make.py and fixtures/jax/make.py.
@@ -26,7 +26,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recording_is_known_and_whole(name: str) -> None:
     head = unpacked(name)[:SNIFFED_BYTES]
-    assert next(one.name for one in FORMATS if one.recognises(name, head)) == "jax"
+    assert recognised(name, head) is readers()["jax"]
     for rank in recorded(name):
         assert not rank.absolute
         assert rank.clock == name

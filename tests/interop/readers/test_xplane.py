@@ -11,7 +11,7 @@ from tests.interop.readers.profiles import (
 from tests.interop.readers.xplane_files import JAX, TENSORFLOW, one
 
 from headway.interop.readers.foreign import ForeignRank
-from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
+from headway.interop.readers.formats import SNIFFED_BYTES, readers, recognised
 from headway.trace.events import Kind
 
 WORLD = (0, 1, 2, 3)
@@ -35,7 +35,7 @@ def spent_ms(rank: ForeignRank, kind: str, step: int) -> float:
 )
 def test_each_recording_is_known_and_whole(name: str) -> None:
     data = unpacked(f"{name}.xplane.pb")
-    assert next(one.name for one in FORMATS if one.recognises("x", data[:SNIFFED_BYTES])) == "xplane"
+    assert recognised("x", data[:SNIFFED_BYTES]) is readers()["xplane"]
     for rank in recorded(f"{name}.xplane.pb"):
         assert rank.absolute
         assert rank.host == "node0"

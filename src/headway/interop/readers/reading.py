@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from headway.errors import TraceError
+from headway.errors import TraceError, one_line
 from headway.interop.readers.document import Found, on_disk, read_document
 from headway.interop.readers.foreign import Companion, ForeignRank, Reading
-from headway.interop.readers.formats import FORMATS, Format
+from headway.interop.readers.formats import Reader, readers
+from headway.plugins import PluginFaultError, is_own
 
 COMPANIONS = ("flight-recorder", "execution-trace")  # formats that only add to what another one says
 WORTH_BYTES = 128 * 2**20  # of unpacked documents: starting processes for less takes longer than reading
@@ -24,7 +25,7 @@ MOST_WORKERS = 8
 SAFE_PATH = "PYTHONSAFEPATH"  # Python's own, which is what its option -P is
 AHEAD = 2  # documents that each process has before it
 
-Documents = Sequence[tuple[Found, Format]]
+Documents = Sequence[tuple[Found, Reader]]
 Waiting = Future[Reading | TraceError]
 
 
@@ -146,14 +147,25 @@ def _unpacked_bytes(found: Found) -> int:
 
 
 def _outcome(
-    found: Found, chosen: Format, companions: Sequence[Companion], lenient: bool
+    found: Found, reader: Reader, companions: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
     try:
-        return chosen.read(read_document(found, lenient=lenient), companions)
+        reading: object = reader.read(read_document(found, lenient=lenient), companions)
     except TraceError as failure:
         return failure
     except MemoryError:
         return TraceError(f"{found.name} takes more memory than there is", got=f"{found.size_bytes} bytes")
+    except Exception as error:
+        if is_own(reader):
+            raise
+        return _fault(found, reader, f"it raised {type(error).__name__}: {error}")
+    return reading if isinstance(reading, Reading) else _fault(found, reader, "it returned no Reading")
+
+
+def _fault(found: Found, reader: Reader, reason: str) -> TraceError:
+    """What is wrong with a reader of another package, as text, which goes from one process to another."""
+    fault = PluginFaultError("reader", reader, one_line(reason))
+    return TraceError(f"{found.name} could not be read: {fault}")
 
 
 def _read_apart(
@@ -161,5 +173,4 @@ def _read_apart(
 ) -> Reading | TraceError:
     """Read one document in a process of its own."""
     assert path is not None
-    chosen = next(one for one in FORMATS if one.name == format_name)
-    return _outcome(on_disk(path), chosen, companions, lenient)
+    return _outcome(on_disk(path), readers()[format_name], companions, lenient)

@@ -21,7 +21,7 @@ from tests.interop.readers.fuzzing.wire_harm import harmed_frames, harmed_messag
 
 from headway.diagnosis import diagnose
 from headway.errors import UserError
-from headway.interop.readers.formats import FORMATS
+from headway.interop.readers.formats import readers
 from headway.interop.readers.importing import import_trace
 from headway.trace.folder import load_trace
 
@@ -131,7 +131,7 @@ def make_case(draw: random.Random, job: str, *, events: int = 0) -> Case:
     if draw.random() < 0.05:
         name = draw.choice(sorted(packed))
         packed[re.sub(r"\d", draw.choice(("", "7", "99999999", "-1", "\x1b[31m")), name)] = packed.pop(name)
-    forced = draw.choice([one.name for one in FORMATS]) if draw.random() < 0.05 else "auto"
+    forced = draw.choice(list(readers())) if draw.random() < 0.05 else "auto"
     return Case(job, packed, draw.random() < 0.6, forced)
 
 
