@@ -46,8 +46,9 @@ def import_trace(
     """Read what ``source`` (a file, a folder, an archive) holds of a job and write it to ``out``, a folder, as a trace.
 
     ``format_name`` is AUTO or the name of one of ``readers``. ``lenient`` keeps what can be kept of damaged input; the
-    trace's notes say what was dropped. ``workers`` processes read at a time; more than one needs a main module that can be
-    imported (as ``multiprocessing`` does). Raises TraceError where nothing can be imported, input is damaged, or ``out`` exists.
+    trace's notes say what was dropped. ``workers`` processes read at a time; more than one needs a main module that
+    can be imported (as ``multiprocessing`` does). Raises TraceError where nothing can be imported, input is damaged,
+    or ``out`` exists.
     """
     files.check_absent(out, TraceError)
     with Sources(source, lenient=lenient) as sources:
