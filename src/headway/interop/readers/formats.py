@@ -56,7 +56,6 @@ class _Shipped(Reader):
     name: str
     title: str
     module: str
-    yields_to: frozenset[str] = frozenset()
 
     def recognises(self, name: str, head: bytes) -> bool:
         return bool(self._module().recognises(name, head))
@@ -74,10 +73,6 @@ SHIPPED = (
     _Shipped("execution-trace", "PyTorch execution trace", "execution_trace"),
     _Shipped("kineto", "PyTorch Kineto (torch.profiler)", "kineto.reader"),
     _Shipped("chakra", "MLCommons Chakra execution trace", "chakra.reader"),
-    _Shipped("xplane", "TensorFlow and JAX XSpace (xplane.pb)", "xplane.reader"),
-    _Shipped("jax", "JAX and TensorFlow trace.json.gz", "jax_json", frozenset({"xplane"})),
-    _Shipped("mxnet", "MXNet profiler", "mxnet"),
-    _Shipped("horovod", "Horovod timeline", "horovod"),
 )
 
 
