@@ -26,8 +26,9 @@ from common import parse_arguments, report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib/headway-readers/tests"))
 
-import fuzz_jobs
 from tests.interop.readers.fuzzing.cases import CRASHED, GOOD, JOBS, Outcome, make_case, run_case
+
+import fuzz_jobs
 
 JOBS.update(fuzz_jobs.JOBS)
 

@@ -49,6 +49,12 @@ GROUPS = {
 }  # fmt: skip
 """The entry points of each kind of plug-in."""
 
+CONTRIB = {
+    "headway.strategies": dict.fromkeys(("asynchronous-parameter-server", "local-sgd"), "headway-baselines"),
+    "headway.readers": dict.fromkeys(("xplane", "jax", "mxnet", "horovod"), "headway-readers"),
+}
+"""What packages of Headway's own repository bring: nothing but messages is to know of it."""
+
 _loaded: dict[str, list[Plugin]] = {}
 
 
@@ -106,10 +112,13 @@ def loaded_plugins() -> list[Plugin]:
 
 
 def why_unusable(group: str, name: object) -> str:
-    """Why what an installed package calls ``name`` cannot be used, in a sentence; "" where no package has it."""
+    """Why ``name``, which is none of the usable ones, is not; "" where nothing is known of it."""
     for plugin in _loaded.get(group, ()):
         if plugin.why_not and plugin.name in (name, ANY):
             return f"the plug-in {plugin} cannot be used: {plugin.why_not}. {FIX}"
+    if package := CONTRIB.get(group, {}).get(str(name), ""):
+        how = f"In a clone of Headway: pip install ./contrib/{package}"
+        return f"{name} is in the package {package}, which is not installed. {how}"
     return ""
 
 

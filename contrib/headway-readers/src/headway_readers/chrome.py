@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints
-from headway.errors import TraceError
-from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
+from headway.ext import MAX_EVENTS, Document, TraceError, damaged
 
 LATEST_US = 2**52  # microseconds since 1970: in the year 2112
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headway.errors import TraceError
-from headway.interop.readers.foreign import MAX_EVENTS, Companion, Document, Reading, damaged
+from headway.ext import MAX_EVENTS, Companion, Document, Reading, TraceError, damaged
 from headway_readers.xplane.profile import (
     DEVICE,
     FARTHEST_NS,

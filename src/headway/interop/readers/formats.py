@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import ClassVar, cast
 
 from headway.interop.readers.foreign import Companion, Document, Reading
-from headway.plugins import API_VERSION, answers, load_entry_points
+from headway.plugins import API_VERSION, answers, load_entry_points, why_unusable
 
 GROUP = "headway.readers"
 SNIFFED_BYTES = 65_536
@@ -95,6 +96,26 @@ def recognised(name: str, head: bytes) -> Reader | None:
         if is_recognised:
             return readers()[format_name]
     return None
+
+
+_SIGNS = {
+    "xplane": rb"\A\n.{1,24}(/host:|/device:|Task Environment|#Chip)",
+    "jax": rb'"name"\s*:\s*"/(host|device):',
+    "mxnet": rb'"name"\s*:\s*"(cpu/\d+|cpu (pinned|shared)/\d*|MXNET_C_API|Device Storage)"',
+    "horovod": rb'\A\s*\[.*("NEGOTIATE_|start_time_since_epoch_in_micros)',
+}
+"""How documents begin that CONTRIB reads, for messages where it is not installed."""
+
+
+def why_not_recognised(name: str, head: bytes) -> str:
+    """Which package that is not installed would read the document, in a sentence; "" where Headway knows of none."""
+    for format_name, sign in _SIGNS.items():
+        looks_like = format_name == "xplane" and name.endswith((".xplane.pb", ".xplane.pb.gz"))
+        if format_name not in readers() and (looks_like or re.search(sign, head, re.DOTALL)):
+            return f"{name} looks like the format {format_name}. The reader of " + why_unusable(
+                GROUP, format_name
+            )
+    return ""
 
 
 def _fitting(name: str, loaded: object) -> Reader | None:

@@ -13,7 +13,7 @@ from headway.errors import TraceError, one_line
 from headway.interop.readers import execution_trace, flight_recorder
 from headway.interop.readers.document import Found, Sources, head_of
 from headway.interop.readers.foreign import Companion, ForeignRank
-from headway.interop.readers.formats import GROUP, Reader, readers, recognised
+from headway.interop.readers.formats import GROUP, Reader, readers, recognised, why_not_recognised
 from headway.interop.readers.numbering import number_collectives
 from headway.interop.readers.ranks import Job, settle
 from headway.interop.readers.reading import read_all
@@ -82,14 +82,13 @@ def sort_out(
     """
     if format_name != AUTO:
         if format_name not in readers():
-            raise TraceError(
-                why_unusable(GROUP, format_name) or "no such format",
-                got=format_name,
-                expected=", ".join([AUTO, *readers()]),
-            )
+            if why_not := why_unusable(GROUP, format_name):
+                raise TraceError(why_not)
+            raise TraceError("no such format", got=format_name, expected=", ".join([AUTO, *readers()]))
         return [(file, readers()[format_name]) for file in found], []
     readable: list[tuple[Found, Reader]] = []
     left_out = []
+    why_not = ""
     for file in found:
         try:
             head = head_of(file)
@@ -101,8 +100,11 @@ def sort_out(
         reader = recognised(file.name, head)
         if reader is None:
             left_out.append(file.name)
+            why_not = why_not or why_not_recognised(file.name, head)
         else:
             readable.append((file, reader))
+    if not readable and why_not:
+        raise TraceError(why_not)
     if not readable:
         raise TraceError(
             "no file of a known format",

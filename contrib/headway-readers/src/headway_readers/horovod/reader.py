@@ -11,8 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.interop.readers.foreign import MAX_EVENTS, Companion, Document, ForeignRank, Reading, damaged
-from headway.trace.events import Events, Kind, Stream, texts
+from headway.ext import (
+    MAX_EVENTS,
+    Companion,
+    Document,
+    Events,
+    ForeignRank,
+    Kind,
+    Reading,
+    Stream,
+    damaged,
+    texts,
+)
 from headway_readers.horovod.table import Table, tabulated
 from headway_readers.horovod.timeline import START, Timeline, read_timeline
 

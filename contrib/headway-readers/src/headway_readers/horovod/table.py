@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints, Texts
-from headway.trace.events import texts
+from headway.ext import texts
 from headway_readers.horovod.steps import number_steps
 from headway_readers.horovod.timeline import NAMES, Timeline
 

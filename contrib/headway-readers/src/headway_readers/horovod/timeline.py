@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.interop.readers.foreign import Document, damaged
+from headway.ext import Document, damaged
 from headway.trace.format import MAX_WORLD_SIZE
 from headway_readers.chrome import Entry, arguments, nanoseconds, read_listing
 

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints, Texts
-from headway.interop.readers.foreign import Document, damaged
-from headway.trace.events import texts
+from headway.ext import Document, damaged, texts
 from headway_readers.chrome import Entry, arguments, nanoseconds, read_listing
 
 DEVICE = re.compile(r"(?:cpu|gpu|cpu pinned|cpu shared)/\d*")

@@ -15,10 +15,19 @@ import numpy.typing as npt
 
 from headway import intervals
 from headway.arrays import Ints
-from headway.interop.readers.foreign import Companion, Document, ForeignRank, Reading, damaged
-from headway.interop.readers.ranks import rank_in_name
+from headway.ext import (
+    Companion,
+    Document,
+    Events,
+    ForeignRank,
+    Kind,
+    Reading,
+    Stream,
+    damaged,
+    rank_in_name,
+    texts,
+)
 from headway.intervals import Spans as Cover
-from headway.trace.events import Events, Kind, Stream, texts
 from headway_readers.mxnet.operators import COLLECTIVES, COMMUNICATION, is_any, work_of
 from headway_readers.mxnet.profile import Profile, Spans, read_profile
 from headway_readers.mxnet.steps import Steps, find_steps

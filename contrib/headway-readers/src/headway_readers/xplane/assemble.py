@@ -8,8 +8,8 @@ import numpy as np
 
 from headway import intervals
 from headway.arrays import Flags, Ints, Texts
+from headway.ext import Events, Kind, Stream, texts
 from headway.intervals import Spans
-from headway.trace.events import Events, Kind, Stream, texts
 from headway_readers.xplane.steps import Steps
 
 STEPS_APART = 1 << 20  # collectives of one group in one step, at most

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.arrays import Ints
-from headway.errors import TraceError
+from headway.ext import TraceError
 from headway_readers.xplane.instructions import NOTHING, executed
 from headway_readers.xplane.profile import DEVICE, Profile
 from headway_readers.xplane.steps import LARGEST_NUMBER, Steps, following

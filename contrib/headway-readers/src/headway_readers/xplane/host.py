@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from headway.arrays import Ints
-from headway.interop.readers.foreign import ForeignRank
+from headway.ext import ForeignRank
 from headway.trace.format import MAX_WORLD_SIZE
 from headway_readers.xplane.assemble import assemble
 from headway_readers.xplane.operations import Operations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.arrays import Flags, Ints, Texts
-from headway.trace.events import Kind, texts
+from headway.ext import Kind, texts
 from headway_readers.xplane.groups import kind_of
 from headway_readers.xplane.names import kernel_of, phase_of, scope_of
 from headway_readers.xplane.profile import Profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headway.trace.events import Kind
+from headway.ext import Kind
 
 _OPTIMIZERS = (
     r"optimi[sz]er\w*|optax\w*|adam\w*|nadam|sgd|rmsprop|adagrad|adadelta|adafactor|ftrl|lion|lamb|lars"

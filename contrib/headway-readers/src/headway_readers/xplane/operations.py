@@ -10,8 +10,8 @@ import numpy as np
 
 from headway import intervals
 from headway.arrays import Ints
+from headway.ext import Kind, texts
 from headway.intervals import Spans
-from headway.trace.events import Kind, texts
 from headway_readers.xplane.assemble import LONGEST_NAME, STEPS_APART, Collectives, Work
 from headway_readers.xplane.names import CALLS, INPUT, collective_of, phase_of, scope_of, split
 from headway_readers.xplane.nesting import enclosing

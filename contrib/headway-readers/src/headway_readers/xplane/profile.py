@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.arrays import Flags, Ints
-from headway.errors import TraceError
-from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
+from headway.ext import MAX_EVENTS, Document, TraceError, damaged
 from headway_readers.xplane.programs import LONGEST_PATH, Programs
 
 LONGEST_TEXT = LONGEST_PATH  # characters of a name that are kept

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway import intervals
-from headway.errors import TraceError
-from headway.interop.readers.foreign import ForeignRank
+from headway.ext import ForeignRank, Kind, TraceError
 from headway.intervals import Spans
-from headway.trace.events import Kind
 from headway.trace.format import MAX_WORLD_SIZE
 from headway_readers.xplane.devices import Device, find_devices, main_module
 from headway_readers.xplane.host import clock_of, host_rank, is_tensorflow, lacks, worker_of

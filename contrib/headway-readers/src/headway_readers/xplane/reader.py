@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.interop.readers.foreign import Companion, Document, Reading
+from headway.ext import Companion, Document, Reading
 from headway_readers.xplane.ranks import ranks_of
 from headway_readers.xplane.space import read_space
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headway.interop.readers.foreign import Document, damaged
+from headway.ext import Document, damaged
 from headway_readers.xplane.messages import space_class
 from headway_readers.xplane.profile import (
     DEVICE,

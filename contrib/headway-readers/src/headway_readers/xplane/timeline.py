@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.arrays import Ints
+from headway.ext import Events, texts
 from headway.intervals import Spans
-from headway.trace.events import Events, texts
 from headway_readers.xplane.assemble import LONGEST_NAME, Collectives, Work, assemble
 from headway_readers.xplane.devices import Device
 from headway_readers.xplane.instructions import (
