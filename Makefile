@@ -23,7 +23,7 @@ setup: $(STAMP)
 	@echo 'To have headway and torchrun on the PATH of this shell: . $(BIN)/activate'
 
 # torch is pinned first: a looser request may fetch gigabytes of accelerator libraries.
-CONTRIB := contrib/headway-readers
+CONTRIB := contrib/headway-baselines contrib/headway-readers
 $(STAMP): pyproject.toml $(CONTRIB:%=%/pyproject.toml)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headway needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)

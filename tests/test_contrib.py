@@ -13,11 +13,16 @@ import pytest
 import headway
 from headway import plugins
 from headway.cli.main import run
+from headway.errors import PluginError
 from headway.interop.readers.formats import readers
+from headway.model import ModelSpec
+from headway.plan import Plan
+from headway.strategies import registry
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "contrib" / "headway-readers" / "tests" / "fixtures"
-CACHES = (readers,)
+CACHES = (readers, registry.plugins)
 
 
 @pytest.fixture
@@ -61,13 +66,29 @@ def test_a_recording_that_another_package_reads_says_so(
     )
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["local-sgd", "asynchronous-parameter-server"])
+def test_a_strategy_of_another_package_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    Plan.data_parallel(DistributedDataParallelStrategy(), 2, ModelSpec(parameters=())).save(plan)
+    plan.write_text(plan.read_text().replace("ddp:", f"{name}:"))
+    predict = ["predict", "resnet50", "--cluster", "edr-100g-pcie", "--workers", "2", "--strategy", name]
+    for arguments in (predict, ["settings", str(plan), "--for", "ddp"]):
+        assert run(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{name} is in the package headway-baselines, which is not installed" in line
+        assert "pip install ./contrib/headway-baselines" in line
+    with pytest.raises(PluginError, match="headway-baselines"):
+        headway.strategy(name)
+
+
 def test_nothing_but_messages_knows_of_them() -> None:
     source = Path(headway.__file__).parent
     naming = {
         str(path.relative_to(source))
         for path in source.rglob("*.py")
-        if any(
-            name in path.read_text("utf-8") for name in ("headway_", "headway-readers", "headway-baselines")
-        )
+        if re.search(r"headway[-_](readers|baselines)", path.read_text("utf-8"))
     }
     assert naming == {"plugins.py"}

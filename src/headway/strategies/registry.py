@@ -24,8 +24,6 @@ SHIPPED = (
     "headway.strategies.data_parallel.ddp.plugin",
     "headway.strategies.data_parallel.decoupled.plugin",
     "headway.strategies.data_parallel.parameter_server.plugin",
-    "headway.strategies.data_parallel.asynchronous_servers.plugin",
-    "headway.strategies.data_parallel.local_sgd.plugin",
     "headway.strategies.pipeline.plugin",
     "headway.strategies.decentralised.plugin",
 )

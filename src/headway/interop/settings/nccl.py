@@ -12,7 +12,7 @@ from headway.interop.settings.tuner_table import ANY, ANY_SIZE, COLLECTIVES, Tun
 from headway.strategies.base import DATA
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.registry import plugin_of
 from headway.tool_settings import Settings
 
 NCCL, RCCL = "NCCL", "RCCL"
@@ -130,11 +130,12 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
         choices = {
             f: RING if name == RING and not data.by_size else None for f, name in _halves(data).items()
         }
-    elif isinstance(data, DistributedDataParallelStrategy | LocalSGDStrategy):
-        choices = {"allreduce": None}
+    elif data is not None and (functions := plugin_of(data).library_calls):
+        choices = dict.fromkeys(functions)
     else:
         asked.refuse(
-            library, f"ddp, decoupled or local-sgd along {DATA}: others send messages, without an algorithm"
+            library,
+            f"a strategy such as ddp or decoupled along {DATA}: others send messages, without an algorithm",
         )
     if asked.collectives.as_replayed:
         choices = dict.fromkeys(choices, RING)

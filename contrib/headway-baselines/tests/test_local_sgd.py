@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from tests import workers
-from tests.behaviour.local_sgd_cases import alone
 
 from headway.cluster import Cluster, Host
 from headway.errors import UnsupportedError
 from headway.replayer.replayer import Replayer
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.trace.folder import load_trace
+from headway_baselines.local_sgd.policy import LocalSGDStrategy
+from local_sgd_cases import alone
 
-CASES = "tests.behaviour.local_sgd_cases"
+CASES = "local_sgd_cases"
 HOSTS = tuple(Host(name=f"h{number}", workers=1, up_gbps=1, down_gbps=1) for number in range(2))
 DILOCO = {"outer_optimizer": "sgd"}
 
@@ -96,3 +96,17 @@ def test_a_killed_peer_ends_the_others_with_a_word() -> None:
     assert [worker.status for worker in ended] == [3, 3, -9]
     assert all("CommunicationError" in worker.output for worker in ended[:2])
     assert all("the average after step 8 failed" in worker.output for worker in ended[:2])
+
+
+def test_torchs_local_sgd_averages_when_the_plan_does() -> None:
+    first, second = workers.run(2, f"{CASES}:exported")
+    for found in (first, second):
+        for got, expected in zip(found["torch"], found["by hand"], strict=True):
+            assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    apart = [one != other for one, other in zip(first["torch"], second["torch"], strict=True)]
+    assert apart == [True, True, False, True, True, False, True]
+
+
+def test_float16_is_refused_where_ranks_would_leave_out_steps_by_themselves() -> None:
+    for said in workers.run(2, f"{CASES}:refused_in_float16"):
+        assert "would leave out steps on single ranks" in said

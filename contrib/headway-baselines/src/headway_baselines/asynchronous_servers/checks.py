@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.asynchronous_servers.shard import options_of
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
 from headway.strategies.data_parallel.module_spec import check_dense_gradients
+from headway_baselines.asynchronous_servers.shard import options_of
 
 
 def check_parameters(module: nn.Module) -> None:

@@ -6,21 +6,35 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from tests.interop.settings.plans import asked, meshed, with_passes
 from tests.models import layered_model
+from tests.planning.jobs import layered_job
 
 from headway.cluster import Cluster, Host
 from headway.coordination.matrices import Consensus
-from headway.errors import UnsupportedError
+from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.interop.settings.asked import Asked, CollectiveOptions
+from headway.interop.settings.tools import settings_for
 from headway.job import Job
+from headway.passes.accumulate import Accumulate
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
 from headway.permission import LOCAL_STEPS
+from headway.plan import Plan
+from headway.plan.plan import PlannedModel
+from headway.replayer.simulate import simulate
+from headway.replayer.what_if import WhatIf
 from headway.scheduling.periods import OuterStep, PeriodicSchedule
-from headway.strategies.data_parallel.local_sgd.footprint import footprint
-from headway.strategies.data_parallel.local_sgd.horizon import mean_spread, over_a_horizon
-from headway.strategies.data_parallel.local_sgd.plugin import PLUGIN
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.registry import plugin_of
+from headway_baselines.local_sgd.footprint import footprint
+from headway_baselines.local_sgd.horizon import mean_spread, over_a_horizon
+from headway_baselines.local_sgd.plugin import PLUGIN
+from headway_baselines.local_sgd.policy import LocalSGDStrategy
 
 STEP_NS = 10_000_000
 
@@ -123,3 +137,66 @@ def test_periods_are_proposed_to_who_permits_steps_of_each_rank_s_own() -> None:
     assert PLUGIN.propose(refused).strategies == ()
     assert PLUGIN.propose(refused).about_permitted == LOCAL_STEPS
     assert PLUGIN.propose(job(1)).strategies == ()
+
+
+def test_local_steps_help_where_all_reduces_show_and_hurt_where_they_hide() -> None:
+    """Averages hide under nothing, however rare they are."""
+    slow, hidden = (layered_job([2**20] * 8, communication=rate).job for rate in (3.0, 0.2))
+    ddp_ms = [simulate(on, DistributedDataParallelStrategy(bucket_cap_mb=1)).step_ms for on in (slow, hidden)]
+    assert over_a_horizon(slow, PeriodicSchedule(4, 8)).step_ms < 0.7 * ddp_ms[0]
+    assert over_a_horizon(hidden, PeriodicSchedule(4, 1)).step_ms > ddp_ms[1]
+
+
+@pytest.mark.parametrize("factors", [None, {1: 2.0}])
+def test_better_is_never_slower_where_models_are_averaged_once_a_period(
+    factors: dict[int, float] | None,
+) -> None:
+    of, strategy = job(4, factors), LocalSGDStrategy(steps=4)
+
+    def iteration_ms(what_if: WhatIf) -> float:
+        outcome = plugin_of(strategy).over_a_horizon(what_if.rewrite(of), strategy)
+        assert outcome is not None
+        return outcome.step_ms
+
+    worse = WhatIf(bandwidth=0.01, latency=4, compute=2)
+    better = [worse, replace(worse, bandwidth=0.1), replace(worse, latency=0.1), replace(worse, compute=0.5)]
+    worst_ms, *better_ms = map(iteration_ms, better)
+    assert all(ms <= worst_ms for ms in better_ms)
+
+
+def test_its_steps_are_counted() -> None:
+    model = PlannedModel(parameters=0, size_bytes=0, fingerprint="")
+    passes = (Precision(dtype="float16"),)
+    with pytest.raises(ValidationError, match="counts them"):
+        Plan(mesh={"data": 2}, parallel={"data": LocalSGDStrategy()}, model=model, passes=passes)
+
+
+def test_settings_are_torchs_own_and_say_what_they_leave_to_each_rank() -> None:
+    whole = settings_for("ddp", asked("local-sgd", steps=8, buffers="local"))
+    assert whole.complete
+    assert "STEPS = 8 " in whole.files["ddp_settings.py"]
+    less = settings_for("ddp", asked("local-sgd", outer_optimizer="sgd", moments="averaged"))
+    assert [lack.split()[1] for lack in less.lacks] == ["outer", "optimizer's", "buffers"]
+    for tool in ("fsdp2", "deepspeed", "megatron"):
+        with pytest.raises(PlanError, match="no settings for this plan"):
+            settings_for(tool, asked("local-sgd"))
+
+
+def test_settings_have_passes_in_a_file_of_their_own() -> None:
+    passes = (Recompute(modules=("0",)), Accumulate(micro_batches=2))
+    found = settings_for("ddp", with_passes(*passes, name="local-sgd", buffers="local"))
+    assert "def prepare(module)" in found.files["passes_settings.py"]
+    assert "prepare() of passes_settings.py" in found.use
+    assert [lack.partition(":")[0] for lack in found.lacks] == ["the pass accumulate"]
+
+
+def test_settings_in_pipelines_say_that_their_order_is_not_its_own() -> None:
+    plan = meshed(DistributedDataParallelStrategy()).plan
+    plan = plan.model_copy(update={"parallel": {**plan.parallel, "data": LocalSGDStrategy(steps=4)}})
+    assert any("order of micro-batches" in lack for lack in settings_for("ddp", Asked(plan)).lacks)
+
+
+def test_nccl_is_left_to_choose() -> None:
+    assert "nothing has to be set" in settings_for("nccl", asked("local-sgd")).sentence()
+    replayed = asked("local-sgd", collectives=CollectiveOptions(as_replayed=True))
+    assert settings_for("nccl", replayed).environment["NCCL_ALGO"] == "allreduce:ring"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
-    from headway.strategies.data_parallel.unreduced import UnreducedDataParallel
+    from headway_baselines.unreduced import UnreducedDataParallel
 
 S = TypeVar("S", bound=Strategy)
 

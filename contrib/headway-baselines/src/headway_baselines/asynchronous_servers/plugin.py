@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from headway.job import Job
 from headway.scheduling.shards import ShardSchedule
-from headway.strategies.data_parallel.asynchronous_servers import footprint
-from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
-from headway.strategies.data_parallel.unreduced_plugin import UnreducedPlugin
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
+from headway_baselines.asynchronous_servers import footprint
+from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.unreduced_plugin import UnreducedPlugin
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.asynchronous_servers.runtime import AsynchronousServers
+    from headway_baselines.asynchronous_servers.runtime import AsynchronousServers
 
 
 class _Plugin(UnreducedPlugin[AsynchronousServersStrategy]):
@@ -24,12 +24,12 @@ class _Plugin(UnreducedPlugin[AsynchronousServersStrategy]):
     )
 
     def runtime(self) -> type[AsynchronousServers]:
-        from headway.strategies.data_parallel.asynchronous_servers.runtime import AsynchronousServers
+        from headway_baselines.asynchronous_servers.runtime import AsynchronousServers
 
         return AsynchronousServers
 
     def over_a_horizon(self, job: Job, strategy: AsynchronousServersStrategy) -> Outcome:
-        from headway.strategies.data_parallel.asynchronous_servers.horizon import over_a_horizon
+        from headway_baselines.asynchronous_servers.horizon import over_a_horizon
 
         return over_a_horizon(job, strategy.decide(job))
 

@@ -11,7 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.behaviour.local_sgd_cases import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import headway
+from headway.errors import HeadwayError
+from headway.integrations import plan_injection
+from headway.integrations.parallelize import parallelize
+from headway.job import Job
+from headway.plan import Plan
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.asynchronous_servers.runtime import AsynchronousServers
+from headway_baselines.asynchronous_servers.shard import Update
+from local_sgd_cases import (
     STEPS,
     adam,
     load,
@@ -22,19 +35,6 @@ from tests.behaviour.local_sgd_cases import (
     step,
     values,
 )
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import headway
-from headway.errors import HeadwayError
-from headway.integrations import plan_injection
-from headway.integrations.parallelize import parallelize
-from headway.job import Job
-from headway.plan import Plan
-from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
-from headway.strategies.data_parallel.asynchronous_servers.runtime import AsynchronousServers
-from headway.strategies.data_parallel.asynchronous_servers.shard import Update
-from headway.strategies.data_parallel.module_spec import model_spec
 
 LIMIT_S = 4.0  # of the group, where a rank serves for longer
 

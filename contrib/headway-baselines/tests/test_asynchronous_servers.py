@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests import workers
-from tests.behaviour.asynchronous_cases import LIMIT_S, replayed
-from tests.behaviour.local_sgd_cases import STEPS
 
-CASES = "tests.behaviour.asynchronous_cases"
+from asynchronous_cases import LIMIT_S, replayed
+from local_sgd_cases import STEPS
+
+CASES = "asynchronous_cases"
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ from tests.answers.asked import JOB, written
 from headway.cli.main import run
 from headway.plan import Plan
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.trace.folder import load_trace
+from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.local_sgd.policy import LocalSGDStrategy
 
 
 def replayed(

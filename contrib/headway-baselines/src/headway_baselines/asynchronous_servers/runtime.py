@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 from headway.errors import CommunicationError, UnsupportedError, one_line
 from headway.job import Job
 from headway.scheduling.shards import ShardSchedule
-from headway.strategies.data_parallel.asynchronous_servers.checks import (
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decentralised.averaged import STATISTICS
+from headway_baselines.asynchronous_servers.checks import (
     check_before_step,
     check_optimizer,
     check_parameters,
 )
-from headway.strategies.data_parallel.asynchronous_servers.part import Part
-from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
-from headway.strategies.data_parallel.asynchronous_servers.serving import Answer
-from headway.strategies.data_parallel.asynchronous_servers.shard import Form, Shard, options_of
-from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.unreduced import UnreducedDataParallel
-from headway.strategies.decentralised.averaged import STATISTICS
+from headway_baselines.asynchronous_servers.part import Part
+from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.asynchronous_servers.serving import Answer
+from headway_baselines.asynchronous_servers.shard import Form, Shard, options_of
+from headway_baselines.unreduced import UnreducedDataParallel
 
 
 @dataclass(slots=True)

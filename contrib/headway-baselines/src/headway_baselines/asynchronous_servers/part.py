@@ -14,8 +14,8 @@ from headway import torch_private
 from headway.rpc.interface import job_address, reachable_address
 from headway.rpc.trusted import new_secret
 from headway.scheduling.shards import ShardSchedule
-from headway.strategies.data_parallel.asynchronous_servers.serving import Servers, ShardServer
-from headway.strategies.data_parallel.asynchronous_servers.shard import Form, Shard
+from headway_baselines.asynchronous_servers.serving import Servers, ShardServer
+from headway_baselines.asynchronous_servers.shard import Form, Shard
 
 DEFAULT_TIMEOUT_S = 1800.0
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from headway.rpc.trusted import connect
-from headway.strategies.data_parallel.asynchronous_servers.shard import Shard
 from headway.strategies.decentralised import frames
 from headway.strategies.decentralised.frame_server import FrameServer
 from headway.strategies.decentralised.frames import FrameError
 from headway.strategies.decentralised.peers import endpoint
 from headway.strategies.silent import in_words
+from headway_baselines.asynchronous_servers.shard import Shard
 
 IDLE_S = 7 * 24 * 3600.0  # a worker that computes says nothing; one that is lost closes its connection
 LONGEST_ANSWER_S = 24 * 3600.0

@@ -11,9 +11,9 @@ from headway.graph.timeline import Part
 from headway.job import Job
 from headway.scheduling.periods import PeriodicSchedule
 from headway.simulation.engine import play
-from headway.strategies.data_parallel.local_sgd.footprint import averaged_bytes
-from headway.strategies.data_parallel.steps_alone import steps_alone_ns
 from headway.strategies.horizon import GroupRun, Outcome
+from headway_baselines.local_sgd.footprint import averaged_bytes
+from headway_baselines.steps_alone import steps_alone_ns
 
 COUNTED = 40  # iterations at least, and two periods
 MOST_RANK_ITERATIONS = 5_000_000

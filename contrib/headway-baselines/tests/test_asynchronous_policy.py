@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from tests.models import layered_model
+from torch import nn
 
 from headway.cluster import Cluster, Host
 from headway.errors import UnsupportedError
@@ -16,10 +17,11 @@ from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.scheduling.buckets import Part as BucketPart
-from headway.strategies.data_parallel.asynchronous_servers.horizon import over_a_horizon, staleness_of
-from headway.strategies.data_parallel.asynchronous_servers.plugin import PLUGIN
-from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
-from headway.strategies.data_parallel.asynchronous_servers.shard import Shard
+from headway_baselines.asynchronous_servers.checks import check_parameters
+from headway_baselines.asynchronous_servers.horizon import over_a_horizon, staleness_of
+from headway_baselines.asynchronous_servers.plugin import PLUGIN
+from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.asynchronous_servers.shard import Shard
 
 STEP_NS, UPDATE_NS = 10_000_000, 1_000_000
 
@@ -99,3 +101,9 @@ def test_workers_that_neither_push_nor_leave_are_waited_for_no_longer() -> None:
     shard.left(1)
     threading.Timer(0.02, shard.left, (2,)).start()
     shard.await_everyone_left(60)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    with pytest.raises(UnsupportedError, match="sparse gradients are not supported; got 0, with sparse=True"):
+        check_parameters(model)

@@ -8,17 +8,18 @@ from headway.errors import UnsupportedError
 from headway.job import Job
 from headway.permission import LOCAL_STEPS
 from headway.scheduling.periods import PeriodicSchedule
-from headway.strategies.data_parallel.local_sgd import footprint
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.unreduced_plugin import UnreducedPlugin
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
 from headway.strategies.plugin import Proposal
+from headway.tool_settings import Settings
+from headway_baselines.local_sgd import footprint
+from headway_baselines.local_sgd.policy import LocalSGDStrategy
+from headway_baselines.unreduced_plugin import UnreducedPlugin
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
+    from headway_baselines.local_sgd.runtime import LocalSGD
 
 
 PERIODS = (2, 4, 8, 16)
@@ -26,17 +27,18 @@ PERIODS = (2, 4, 8, 16)
 
 class _Plugin(UnreducedPlugin[LocalSGDStrategy]):
     policy = LocalSGDStrategy
+    library_calls = ("allreduce",)
     not_replayed = (
         "local SGD has no steps that all ranks finish together, so no recording under it is replayed"
     )
 
     def runtime(self) -> type[LocalSGD]:
-        from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
+        from headway_baselines.local_sgd.runtime import LocalSGD
 
         return LocalSGD
 
     def over_a_horizon(self, job: Job, strategy: LocalSGDStrategy) -> Outcome:
-        from headway.strategies.data_parallel.local_sgd.horizon import over_a_horizon
+        from headway_baselines.local_sgd.horizon import over_a_horizon
 
         return over_a_horizon(job, strategy.decide(job))
 
@@ -60,8 +62,15 @@ class _Plugin(UnreducedPlugin[LocalSGDStrategy]):
             raise UnsupportedError("the recorded job cannot be trained by local SGD", got=why)
         return strategy
 
+    def settings_for(self, tool: str, strategy: LocalSGDStrategy, job: Job | None) -> Settings | None:
+        """Torch's own local SGD, where gradients are DDP's."""
+        from headway_baselines.local_sgd.settings import settings
+
+        del job
+        return settings(strategy) if tool == "ddp" else None
+
     def refusal(self, wrapped: nn.Module, *, compiled_around: bool) -> str:
-        from headway.strategies.data_parallel import unreduced
+        from headway_baselines import unreduced
 
         return unreduced.refusal(wrapped, compiled_around=compiled_around, called="local SGD")
 

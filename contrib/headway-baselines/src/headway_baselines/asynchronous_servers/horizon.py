@@ -12,8 +12,8 @@ from headway.graph.timeline import Part
 from headway.job import Job
 from headway.scheduling.shards import ShardSchedule
 from headway.simulation.engine import play
-from headway.strategies.data_parallel.steps_alone import steps_alone_ns
 from headway.strategies.horizon import Outcome
+from headway_baselines.steps_alone import steps_alone_ns
 
 LEAST, COUNTED = 10, 40  # iterations of a rank that takes the mean time
 MOST_EXCHANGES = 400_000

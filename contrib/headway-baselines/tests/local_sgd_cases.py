@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.behaviour import float16_pass_cases as float16
+from tests.behaviour.settings_cases import asked_of, batch, imported, layers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -23,13 +25,16 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UnsupportedError
 from headway.integrations import plan_injection
 from headway.integrations.parallelize import parallelize
+from headway.interop.settings.tools import settings_for
+from headway.job import Job
+from headway.passes.precision import Precision
 from headway.plan import Plan
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway_baselines.local_sgd.policy import LocalSGDStrategy
+from headway_baselines.local_sgd.runtime import LocalSGD
 
 STEPS, ROWS = 9, 5
 
@@ -308,3 +313,42 @@ def bereft(rank: int, world_size: int) -> None:
     except HeadwayError as error:
         print(f"{type(error).__name__} {error}", flush=True)
         os._exit(3)
+
+
+def exported(rank: int, _world_size: int) -> dict[str, list[list[float]]]:
+    """Parameters of this rank after each step under torch's local SGD, as settings have it, and by hand."""
+    asked = asked_of(layers(2), "local-sgd", {"steps": 3, "buffers": "local"})
+    assert isinstance(asked.data, LocalSGDStrategy)
+    defined = imported(settings_for("ddp", asked).files["ddp_settings.py"])
+    wrapped = defined["wrap"](layers(2))
+    optimizer = defined["wrap_optimizer"](torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    alone = layers(2)
+    own = torch.optim.SGD(alone.parameters(), lr=0.1)
+    found: dict[str, list[list[float]]] = {"torch": [], "by hand": []}
+    for step in range(7):
+        for model, one in ((wrapped, optimizer), (alone, own)):
+            one.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            one.step()
+        if asked.data.decide(Job.of(model_spec(alone), 2)).averages_after(step + 1):
+            for parameter in alone.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 2
+        found["torch"].append([float(p.sum()) for p in wrapped.parameters()])
+        found["by hand"].append([float(p.sum()) for p in alone.parameters()])
+    return found
+
+
+def refused_in_float16(rank: int, world_size: int) -> str:
+    """What local SGD says, whose ranks would leave out steps by themselves, where no plan has refused both."""
+    inner = float16.model(plain=True).float()
+    optimizer = float16.momentum(inner.parameters())
+    del world_size
+    Precision(dtype="float16").apply(inner, optimizer)
+    wrapped = parallelize(inner, optimizer, LocalSGDStrategy())
+    wrapped(float16.batches(rank, torch.float32)[0]).square().mean().backward()
+    try:
+        optimizer.step()
+    except UnsupportedError as error:
+        return str(error)
+    return ""

@@ -12,8 +12,8 @@ from headway.errors import CommunicationError, UserError, one_line
 from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.data_parallel.channels.wiring import Wiring
 from headway.strategies.data_parallel.checksum import checksum
-from headway.strategies.data_parallel.local_sgd.outer import OuterOptimizer
 from headway.strategies.decentralised.averaged import Flat, Layout
+from headway_baselines.local_sgd.outer import OuterOptimizer
 
 PERIOD_ENDS, FINISHES = 0, 1
 WHY = ("the end of a period", "finish()")
