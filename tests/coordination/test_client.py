@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests import limits
+from tests.coordination.server_thread import ServerThread
 from tests.coordination.simple_generators import All
 
 from headway.coordination.client import CoordinatorClient
@@ -20,7 +21,6 @@ from headway.coordination.link import Link
 from headway.coordination.membership import Coordinator, GroupStart, Member
 from headway.coordination.messages import Welcome
 from headway.coordination.service.options import ServiceOptions
-from headway.coordination.service.server import ServerThread
 from headway.errors import CommunicationError, UnsupportedError, UserError
 
 T = TypeVar("T")

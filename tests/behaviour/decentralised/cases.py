@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests import limits
 from tests.behaviour.decentralised.coordinating import Client
 from tests.behaviour.decentralised.job import FEATURES, MOMENTUM, RATE, loss, model, rows, values
+from tests.scheduling.group_schedules import pairs_in_turn
 from torch import nn
 
-from headway.scheduling.groups import pairs_in_turn
 from headway.strategies.decentralised.contexts import Context
 from headway.strategies.decentralised.rounds import Round
 from headway.strategies.decentralised.runtime import PartialAllReduce, wrap

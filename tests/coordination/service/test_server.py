@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 from tests import limits
+from tests.coordination.server_thread import ServerThread
 from tests.coordination.simple_generators import All
 
 from headway.coordination.certificates import identity
@@ -21,7 +22,6 @@ from headway.coordination.messages import MAX_TO_COORDINATOR_BYTES
 from headway.coordination.secret_file import read_secret, write_secret
 from headway.coordination.service.options import ServiceOptions
 from headway.coordination.service.prometheus import MAX_REPORTED_NAMES, MetricsPort, PrometheusObserver
-from headway.coordination.service.server import ServerThread
 from headway.coordination.transport import SERVER_NAME, parse_address
 from headway.errors import CommunicationError, UserError
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.exhaustive import examples
 from tests.graph.event_loop import Workers
+from tests.scheduling.group_schedules import pairs_in_turn
 from tests.strategies.decentralised import plain_loop
 
 from headway.cluster import Cluster, Host
@@ -20,7 +21,7 @@ from headway.coordination.generators.factory import generator_of
 from headway.coordination.matrices import Consensus
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
-from headway.scheduling.groups import CoordinatedGroups, pairs_in_turn
+from headway.scheduling.groups import CoordinatedGroups
 from headway.simulation.engine import play
 from headway.strategies.decentralised.cosimulation import CoSimulation
 from headway.strategies.decentralised.scenario import Iterations, Scenario

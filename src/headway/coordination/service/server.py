@@ -15,7 +15,7 @@ from headway.coordination.service.observer import Observer
 from headway.coordination.service.options import SPARE_CONNECTIONS, ServiceOptions
 from headway.coordination.service.service import Service, ServiceFailedError
 from headway.coordination.service.stream import RefusedError, Stream
-from headway.errors import CommunicationError, UserError
+from headway.errors import UserError
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -192,32 +192,3 @@ async def _write(context: Context, stream: Stream, sending: asyncio.Lock) -> Non
         message = messages.encode(await stream.next())
         async with sending:
             await context.write(message)
-
-
-class ServerThread:
-    """A coordinator in this process, on the thread of ``background``."""
-
-    def __init__(
-        self,
-        make_generator: MakeGenerator,
-        description: str,
-        options: ServiceOptions,
-        listen: str = "127.0.0.1:0",
-    ) -> None:
-        from headway.coordination import background
-
-        self._loop = background.loop()
-        self._server = Server(make_generator, description, options)
-        self._run(self._server.start(listen))
-        self.address = self._server.address
-
-    def close(self) -> None:
-        """End it."""
-        self._run(self._server.stop())
-
-    def _run(self, work: Any, timeout_s: float = 30.0) -> None:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            future.result(timeout_s)
-        except TimeoutError:
-            raise CommunicationError("the coordinator did not answer in time") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.strategies.pipeline.tuning.simulated import followed
 
 from headway.cluster import Cluster, Host, SlowPath
 from headway.graph.computation import Computation
@@ -13,7 +14,6 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.tuning.observed import Columns
 from headway.strategies.pipeline.tuning.replaying import PlayedSteps, step_times_ms
 from headway.strategies.pipeline.tuning.service import decision_document, decision_from
-from headway.strategies.pipeline.tuning.simulated import followed
 from headway.strategies.pipeline.tuning.tuner import Tuner, candidates_of
 
 RANKS, MICRO_BATCHES, BOUNDARY_BYTES = 4, 8, 2**20

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
+from paced_training import paced
+from paced_training.paced import PacedDevice, PacedModel, Pacing
 
-from headway.models import paced
 from headway.models.catalogue import MODELS
-from headway.models.paced import PacedDevice, PacedModel, Pacing
 from headway.models.roofline import step_s
 from headway.models.table import Layer, LayerTable, Parameter, Work
 

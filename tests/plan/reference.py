@@ -1,4 +1,4 @@
-"""The reference of plan files, from their types: ``python -m headway.plan.reference > docs/plan-files.md``."""
+"""The reference of plan files, from their types: ``python -m tests.plan.reference > docs/plan-files.md``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files
 
-<!-- Written by `python -m headway.plan.reference`; a test holds it against the types. -->
+<!-- Written by `python -m tests.plan.reference`; a test holds it against the types. -->
 
 A plan is one YAML file: `headway optimize` writes it, `headway run --plan` and `headway.parallelize` carry it out, and
 `headway replay --plan` predicts it. It can be written by hand. What is not described here is refused, and so is a plan
