@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.behaviour import float16_pass_cases as float16
+from tests.behaviour import pass_cases as float16
 from tests.behaviour.settings_cases import asked_of, batch, imported, layers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (

@@ -8,6 +8,7 @@ import pytest
 from tests.interop.readers.imported_jobs import ImportedJob, check_job, copied
 
 from headway.errors import TraceError
+from headway.ext.testing import check_reader
 from headway.interop.readers.formats import readers
 from headway.interop.readers.importing import import_trace
 
@@ -32,6 +33,18 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 def test_from_documents_to_all_that_a_trace_is_for(tmp_path: Path, name: str) -> None:
     check_job(JOBS[name], FIXTURES, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("xplane", "jax/single.xplane.pb"),
+        ("mxnet", "mxnet/killed/worker0.json"),
+        ("horovod", "horovod/arrivals.json"),
+    ],
+)
+def test_they_pass_the_check_of_readers(name: str, file: str) -> None:
+    check_reader(readers()[name], file, (FIXTURES / file).read_bytes(), damages=20)
 
 
 def test_several_recordings_of_one_rank_are_refused(tmp_path: Path) -> None:

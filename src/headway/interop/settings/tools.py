@@ -41,7 +41,8 @@ def settings_for(tool: str, asked: Asked) -> Settings:
 def _with_passes(tool: str, found: Settings, asked: Asked) -> Settings:
     """What a strategy itself made of a plan, with its passes in a file of their own, where the tool is torch's."""
     told = in_torch(asked.plan.passes) if tool in IN_TORCH else None
-    lacks = (*found.lacks, *ddp.of_pipeline(asked), *unexpressed(asked, told and told.lacks))
+    of_passes = None if told is None else told.lacks
+    lacks = (*found.lacks, *ddp.of_pipeline(asked), *unexpressed(asked, of_passes))
     if told is None or not told.code:
         return replace(found, lacks=lacks)
     gist = ", ".join(told.gists)
