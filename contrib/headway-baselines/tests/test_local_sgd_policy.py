@@ -28,13 +28,13 @@ from headway.plan import Plan
 from headway.plan.plan import PlannedModel
 from headway.replayer.simulate import simulate
 from headway.replayer.what_if import WhatIf
-from headway.scheduling.periods import OuterStep, PeriodicSchedule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.registry import plugin_of
 from headway_baselines.local_sgd.footprint import footprint
 from headway_baselines.local_sgd.horizon import mean_spread, over_a_horizon
 from headway_baselines.local_sgd.plugin import PLUGIN
 from headway_baselines.local_sgd.policy import LocalSGDStrategy
+from headway_baselines.local_sgd.schedule import OuterStep, PeriodicSchedule
 
 STEP_NS = 10_000_000
 

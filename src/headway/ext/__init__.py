@@ -58,6 +58,7 @@ from headway.planning.bound import StepBound, bound_of
 from headway.plugins import API_VERSION
 from headway.scheduling.buckets import Bucket, BucketSchedule, make_buckets, whole
 from headway.scheduling.readiness import BucketReadiness
+from headway.scheduling.schedule import HorizonSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint
@@ -101,6 +102,7 @@ __all__ = [
     "Gradients",
     "GraphBuilder",
     "HeadwayWarning",
+    "HorizonSchedule",
     "Host",
     "InForce",
     "InRecordedOrder",

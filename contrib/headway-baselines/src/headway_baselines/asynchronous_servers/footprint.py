@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headway.model import ModelSpec
-from headway.scheduling.shards import ShardSchedule
 from headway.strategies.footprint import Footprint
+from headway_baselines.asynchronous_servers.schedule import ShardSchedule
 
 
 def footprint(model: ModelSpec, schedule: ShardSchedule) -> Footprint:

@@ -10,9 +10,9 @@ from itertools import pairwise
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.timeline import Part
 from headway.job import Job
-from headway.scheduling.shards import ShardSchedule
 from headway.simulation.engine import play
 from headway.strategies.horizon import Outcome
+from headway_baselines.asynchronous_servers.schedule import ShardSchedule
 from headway_baselines.steps_alone import steps_alone_ns
 
 LEAST, COUNTED = 10, 40  # iterations of a rank that takes the mean time

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.rpc.interface import job_address, reachable_address
 from headway.rpc.trusted import new_secret
-from headway.scheduling.shards import ShardSchedule
+from headway_baselines.asynchronous_servers.schedule import ShardSchedule
 from headway_baselines.asynchronous_servers.serving import Servers, ShardServer
 from headway_baselines.asynchronous_servers.shard import Form, Shard
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.job import Job
-from headway.scheduling.shards import ShardSchedule
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
 from headway_baselines.asynchronous_servers import footprint
 from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.asynchronous_servers.schedule import ShardSchedule
 from headway_baselines.unreduced_plugin import UnreducedPlugin
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from headway.job import Job
-from headway.scheduling.shards import ShardSchedule, even_shards
 from headway.strategies.base import Strategy
+from headway_baselines.asynchronous_servers.schedule import ShardSchedule, even_shards
 
 
 class AsynchronousServersStrategy(Strategy):

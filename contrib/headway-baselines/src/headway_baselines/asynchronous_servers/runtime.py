@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from headway.errors import CommunicationError, UnsupportedError, one_line
 from headway.job import Job
-from headway.scheduling.shards import ShardSchedule
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.decentralised.averaged import STATISTICS
 from headway_baselines.asynchronous_servers.checks import (
@@ -23,6 +22,7 @@ from headway_baselines.asynchronous_servers.checks import (
 )
 from headway_baselines.asynchronous_servers.part import Part
 from headway_baselines.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway_baselines.asynchronous_servers.schedule import ShardSchedule
 from headway_baselines.asynchronous_servers.serving import Answer
 from headway_baselines.asynchronous_servers.shard import Form, Shard, options_of
 from headway_baselines.unreduced import UnreducedDataParallel

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import CommunicationError, UserError, one_line
-from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.data_parallel.channels.wiring import Wiring
 from headway.strategies.data_parallel.checksum import checksum
 from headway.strategies.decentralised.averaged import Flat, Layout
 from headway_baselines.local_sgd.outer import OuterOptimizer
+from headway_baselines.local_sgd.schedule import PeriodicSchedule
 
 PERIOD_ENDS, FINISHES = 0, 1
 WHY = ("the end of a period", "finish()")

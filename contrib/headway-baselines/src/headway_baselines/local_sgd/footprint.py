@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headway.model import ModelSpec
-from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.footprint import Footprint
+from headway_baselines.local_sgd.schedule import PeriodicSchedule
 
 
 def averaged_bytes(model: ModelSpec, schedule: PeriodicSchedule) -> int:

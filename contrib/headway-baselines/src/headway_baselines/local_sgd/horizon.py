@@ -9,10 +9,10 @@ from headway.errors import UserError
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.timeline import Part
 from headway.job import Job
-from headway.scheduling.periods import PeriodicSchedule
 from headway.simulation.engine import play
 from headway.strategies.horizon import GroupRun, Outcome
 from headway_baselines.local_sgd.footprint import averaged_bytes
+from headway_baselines.local_sgd.schedule import PeriodicSchedule
 from headway_baselines.steps_alone import steps_alone_ns
 
 COUNTED = 40  # iterations at least, and two periods

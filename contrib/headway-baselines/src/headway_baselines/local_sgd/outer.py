@@ -9,7 +9,7 @@ import torch
 
 from headway import torch_private
 from headway.errors import UserError
-from headway.scheduling.periods import OuterStep
+from headway_baselines.local_sgd.schedule import OuterStep
 
 
 class OuterOptimizer:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from headway.errors import UnsupportedError
 from headway.job import Job
 from headway.permission import LOCAL_STEPS
-from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
 from headway.strategies.plugin import Proposal
 from headway.tool_settings import Settings
 from headway_baselines.local_sgd import footprint
 from headway_baselines.local_sgd.policy import LocalSGDStrategy
+from headway_baselines.local_sgd.schedule import PeriodicSchedule
 from headway_baselines.unreduced_plugin import UnreducedPlugin
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from headway.job import Job
 from headway.permission import LOCAL_STEPS
-from headway.scheduling.periods import OuterStep, PeriodicSchedule
 from headway.strategies.base import Strategy
+from headway_baselines.local_sgd.schedule import OuterStep, PeriodicSchedule
 
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
 OUTER_OPTIONS = ("outer_learning_rate", "outer_momentum", "nesterov")

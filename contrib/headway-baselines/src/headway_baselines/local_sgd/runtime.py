@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from headway.errors import HeadwayWarning, UserError
 from headway.job import Job
-from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.decentralised import checkpoint
@@ -21,6 +20,7 @@ from headway.strategies.decentralised.averaged import Layout, Policy, training_l
 from headway.strategies.decentralised.unfinished import Unfinished
 from headway_baselines.local_sgd.averaging import FINISHES, PERIOD_ENDS, PeriodicAveraging
 from headway_baselines.local_sgd.policy import LocalSGDStrategy
+from headway_baselines.local_sgd.schedule import PeriodicSchedule
 from headway_baselines.unreduced import UnreducedDataParallel
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from headway.ext import HorizonSchedule
+
 Policy = Literal["local", "averaged"]
 
 
@@ -21,7 +23,7 @@ class OuterStep:
 
 
 @dataclass(frozen=True)
-class PeriodicSchedule:
+class PeriodicSchedule(HorizonSchedule):
     """Every rank takes ``steps`` optimizer steps of its own, and then all ranks average.
 
     Parameters are averaged in any case; ``moments`` and ``buffers`` say what becomes of the optimizer's state and of

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.ext import HorizonSchedule
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.scheduling.buckets import Part
 
 
 @dataclass(frozen=True)
-class ShardSchedule:
+class ShardSchedule(HorizonSchedule):
     """Rank ``k`` serves the parts ``shards[k]`` of parameters, which have ``sizes_bytes[k]``.
 
     A worker may be ``staleness`` iterations ahead of the slowest one; None is no bound.
