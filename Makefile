@@ -23,11 +23,12 @@ setup: $(STAMP)
 	@echo 'To have headway and torchrun on the PATH of this shell: . $(BIN)/activate'
 
 # torch is pinned first: a looser request may fetch gigabytes of accelerator libraries.
-$(STAMP): pyproject.toml
+CONTRIB := contrib/headway-baselines contrib/headway-readers
+$(STAMP): pyproject.toml $(CONTRIB:%=%/pyproject.toml)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headway needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(CONTRIB:%=--editable %)
 	touch $(STAMP)
 
 # What is asked for while one works.

@@ -3,7 +3,7 @@
     python benchmarks/data_parallel.py [--quick] [--only CASE] [--json FILE]
 
 A paced case has a published model's true parameter tensors, scaled in size and not in number, on workers whose layers
-sleep for their modelled time, stretched (`headway.models.paced`). Link rates of the lab are chosen so that the time
+sleep for their modelled time, stretched (`paced_training.paced`). Link rates of the lab are chosen so that the time
 of one way's volume against that of computation is that of 64 GPUs on the network named. Latency is the lab's own:
 it is neither scaled nor imitated. All methods run in the same processes, in turn. A case takes about six minutes in
 full, and is kept under ``benchmarks/results`` as soon as it is done, so that cases may be run one by one.

@@ -2,10 +2,10 @@
 
     python benchmarks/fuzz_readers.py [--quick] [--only JOB] [--json FILE]
 
-Ten thousand cases (300 with --quick) by two processes. Each takes the fixtures of one job of tests/interop/readers,
-harms one or two of its documents (bytes, JSON values, fields of messages, what is stored of a compressed file), imports
-the whole strictly or leniently, and diagnoses what came of it. Case N is the same each time: `python -c "from
-tests.interop.readers.fuzzing.cases import *; print(run_case(make_case(random.Random(N), JOB)))"`.
+Ten thousand cases (300 with --quick) by two processes. Each takes the fixtures of one job of tests/interop/readers or
+contrib/headway-readers, harms one or two of its documents (bytes, JSON values, fields of messages, what is stored of a
+compressed file), imports the whole strictly or leniently, and diagnoses what came of it. Case N of JOB is the same each
+time: `run_case(make_case(random.Random(N), JOB))` of tests.interop.readers.fuzzing.cases.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from typing import Any
 from common import parse_arguments, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "contrib/headway-readers/tests"))
 
 from tests.interop.readers.fuzzing.cases import CRASHED, GOOD, JOBS, Outcome, make_case, run_case
+
+import fuzz_jobs
+
+JOBS.update(fuzz_jobs.JOBS)
 
 CASES, QUICK_CASES, WORKERS, TOGETHER = 10_000, 300, 2, 25
 PATIENCE_S = 60.0  # after which a case is given up

@@ -2,7 +2,7 @@
 
     python benchmarks/replay_accuracy.py [--quick] [--only MODEL] [--json FILE]
 
-Paced models (`headway.models.paced`) on the lab's shaped links. Of every model one run is recorded and its links are
+Paced models (`paced_training.paced`) on the lab's shaped links. Of every model one run is recorded and its links are
 probed; every configuration is predicted from these alone. A case is a model; each is kept as soon as it is done, and
 takes a quarter of an hour. What was measured is left in HEADWAY_ACCURACY_FOLDER, where that is set.
 """

@@ -173,11 +173,11 @@ def _run(command: list[str]) -> dict[str, Any]:
 def _load(folder: Path) -> None:
     from headway.interop.readers import importing
     from headway.interop.readers.document import Sources
-    from headway.interop.readers.formats import FORMATS
+    from headway.interop.readers.formats import readers
     from headway.interop.readers.importing import read_all
 
-    for one in FORMATS:
-        one.recognises("", b"")  # imports its module
+    for reader in readers().values():
+        reader.recognises("", b"")  # imports its module
     np.unique(np.zeros(2))  # imports numpy's masked arrays
     begin = time.perf_counter()
     with Sources(folder) as sources:

@@ -12,7 +12,9 @@ import pytest
 from headway import plugins
 from headway.cli.main import run
 from headway.compression.registry import codecs
-from headway.errors import PlanError, PluginError
+from headway.errors import PlanError, PluginError, TraceError
+from headway.interop.readers.formats import readers
+from headway.interop.readers.importing import import_trace
 from headway.model import ModelSpec
 from headway.passes.registry import passes
 from headway.plan import Plan
@@ -28,7 +30,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(plugins.WARNED_VARIABLE, "")
     monkeypatch.setattr(plugins, "_loaded", {})
-    caches = (registry.plugins, passes, codecs)
+    caches = (registry.plugins, passes, codecs, readers)
 
     def installed(package: str, entry_points: str, **modules: str) -> None:
         info = tmp_path / f"{package}-1.0.dist-info"
@@ -81,16 +83,19 @@ def test_a_broken_strategy_is_left_out_with_one_warning(
 def test_every_group_and_one_warning_for_a_package(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    groups = "".join(f"[headway.{group}]\nsteep = gone:X\n" for group in ("strategies", "passes", "codecs"))
+    groups = "".join(
+        f"[headway.{group}]\nsteep = gone:X\n" for group in ("strategies", "passes", "codecs", "readers")
+    )
     install("stranger", groups)
-    assert "steep" not in {**registry.plugins(), **passes(), **codecs()}
+    assert "steep" not in {**registry.plugins(), **passes(), **codecs(), **readers()}
     warning = capsys.readouterr().err
     assert "the package stranger 1.0" in warning
     assert warning.count("\n") == 1
     assert run(["list", "plugins", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["name"] for row in rows] == ["steep"] * 3
-    assert all("No module named 'gone'" in row["state"] for row in rows)
+    assert [row["state"] for row in rows if row["name"] == "steep"] == [
+        "gone:X cannot be loaded: ModuleNotFoundError: No module named 'gone'"
+    ] * 4
 
 
 def test_what_needs_a_broken_plugin_is_refused_with_the_reason(install: Install, tmp_path: Path) -> None:
@@ -183,3 +188,48 @@ def test_a_strategy_of_others_that_raises_is_left_out(
     assert "ZeroDivisionError" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         dict(registry.ask(lambda plugin: 1 // 0))
+
+
+READER = """
+from headway.ext import Reader, Reading
+class Steep(Reader):
+    name, title = "steep", "slopes"
+    def recognises(self, name, head):
+        {recognises}
+    def read(self, document, companions=()):
+        {read}
+READER = Steep()
+"""
+
+
+@pytest.mark.parametrize(
+    ("recognises", "read", "why"),
+    [
+        ("return 1 / 0", "return Reading()", "no file of a known format"),
+        ("return True", "return 1 / 0", "steep of the package stranger 1.0 .* ZeroDivisionError"),
+        ("return True", "return 3", "steep of the package stranger 1.0 .* it returned no Reading"),
+        ("return True", "return Reading()", "no file could be read"),
+    ],
+)
+def test_a_reader_of_others_that_fails_is_named(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str], recognises: str, read: str, why: str
+) -> None:
+    text = READER.format(recognises=recognises, read=read)
+    module = tmp_path.name  # another one in each test, as Python keeps those that it has loaded
+    install("stranger", f"[headway.readers]\nsteep = {module}:READER\n", **{module: text})
+    (tmp_path / "in.txt").write_text("slope")
+    with pytest.raises(TraceError, match=why):
+        import_trace(tmp_path / "in.txt", tmp_path / "out")
+    assert ("ZeroDivisionError" in capsys.readouterr().err) == (recognises == "return 1 / 0")
+
+
+def test_what_is_no_reader_is_left_out_and_named_where_it_is_asked_for(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("stranger", "[headway.readers]\nsteep = no_reader:READER\n", no_reader="READER = 3")
+    (tmp_path / "in.txt").write_text("slope")
+    arguments = ["import", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out"), "--format", "steep"]
+    assert run(arguments) == 2
+    warning, message = capsys.readouterr().err.splitlines()
+    assert "READER is int, expected a Reader of that name" in warning
+    assert "steep (headway.readers) of the package stranger 1.0 cannot be used" in message

@@ -27,6 +27,7 @@ from typing import Any
 from tests import limits, rank_server
 
 ROOT = Path(__file__).parents[1]
+PATHS = (ROOT, ROOT / "src", *sorted(ROOT.glob("contrib/*/tests")))
 START_LIMIT_S = 90.0
 
 
@@ -118,7 +119,7 @@ def _start(
 ) -> rank_server.Forked:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     job = {"rank": rank, "world_size": world_size, "function": function, "arguments": arguments,
            "folder": str(folder), "group_timeout_s": group_timeout_s, "backend": backend,

@@ -1,6 +1,6 @@
 """One rank of a job: plan after plan on one model, each timed without a recorder; the base job also records and probes.
 
-Layers are paced (`headway.models.paced`): parameters, gradients and messages are real, computation is asleep.
+Layers are paced (`paced_training.paced`): parameters, gradients and messages are real, computation is asleep.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from paced_training.measuring import stolen_share, stolen_ticks
+from paced_training.paced import PacedModel, Pacing
 from paced_training.planned import end, settle
 from torch import nn
 
@@ -23,7 +24,6 @@ from accuracy.configurations import BASE_LAB, BASE_PLAN, LABS, SLOW_BY, SLOW_RAN
 from headway import files
 from headway.measuring.probe import probe_cluster
 from headway.models.catalogue import MODELS
-from headway.models.paced import PacedModel, Pacing
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
 

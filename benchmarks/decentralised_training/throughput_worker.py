@@ -17,6 +17,7 @@ import torch.distributed as dist
 from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.learned import Learned, learn, shared_from_rank_0
 from paced_training.measuring import busiest_share, busy_share, cores_ticks
+from paced_training.paced import PacedDevice, PacedLayer, PacedModel, Pacing
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,7 +32,6 @@ from decentralised_training.cases import (
 from decentralised_training.live import Coordinators, Trainer
 from decentralised_training.methods import METHODS, Method, is_partial
 from headway.measuring.probe import probe_cluster
-from headway.models.paced import PacedDevice, PacedLayer, PacedModel, Pacing
 from headway.network.collective_costs import CANDIDATES, Effort, fitted, timings_of
 from headway.strategies.base import Strategy
 

@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer
 from headway.demo.train_digits import convolutional_net
 from headway.demo.train_gpt import CONTEXT, GPT
 from headway.models.catalogue import MODELS
-from headway.models.paced import PacedModel, Pacing
 from paced_training.cases import PacedPlan
+from paced_training.paced import PacedModel, Pacing
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 

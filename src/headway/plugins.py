@@ -44,8 +44,16 @@ class Plugin:
         return f"{self.name} ({self.group}) of the package {self.package}"
 
 
-GROUPS = {"strategy": "headway.strategies", "codec": "headway.codecs", "pass": "headway.passes"}
+GROUPS = {
+    "strategy": "headway.strategies", "codec": "headway.codecs", "pass": "headway.passes", "reader": "headway.readers",
+}  # fmt: skip
 """The entry points of each kind of plug-in."""
+
+CONTRIB = {
+    "headway.strategies": dict.fromkeys(("asynchronous-parameter-server", "local-sgd"), "headway-baselines"),
+    "headway.readers": dict.fromkeys(("xplane", "jax", "mxnet", "horovod"), "headway-readers"),
+}
+"""What packages of Headway's own repository bring: nothing but messages is to know of it."""
 
 _loaded: dict[str, list[Plugin]] = {}
 
@@ -104,10 +112,13 @@ def loaded_plugins() -> list[Plugin]:
 
 
 def why_unusable(group: str, name: object) -> str:
-    """Why what an installed package calls ``name`` cannot be used, in a sentence; "" where no package has it."""
+    """Why ``name``, which is none of the usable ones, is not; "" where nothing is known of it."""
     for plugin in _loaded.get(group, ()):
         if plugin.why_not and plugin.name in (name, ANY):
             return f"the plug-in {plugin} cannot be used: {plugin.why_not}. {FIX}"
+    if package := CONTRIB.get(group, {}).get(str(name), ""):
+        how = f"In a clone of Headway: pip install ./contrib/{package}"
+        return f"{name} is in the package {package}, which is not installed. {how}"
     return ""
 
 
@@ -136,7 +147,7 @@ class PluginFaultError(PluginError):
 
 @contextmanager
 def asking(what: str, plugin: object) -> Iterator[None]:
-    """Raise PluginFaultError for what ``plugin``, a strategy, pass or codec of another package, raises in here.
+    """Raise PluginFaultError for what ``plugin``, a strategy, pass, codec or reader of another package, raises in here.
 
     Headway's own errors, as of a pass that refuses a job, and what Headway's own plug-ins raise stay as they are. So
     does OverflowError, which replay takes for times out of range.
@@ -152,14 +163,14 @@ def asking(what: str, plugin: object) -> Iterator[None]:
 
 
 def is_own(plugin: object) -> bool:
-    """Whether a strategy, pass or codec, or a class of such, is of Headway itself."""
+    """Whether a strategy, pass, codec or reader, or a class of such, is of Headway itself."""
     return _module(plugin).partition(".")[0] == "headway"
 
 
 def answers(
     what: str, asked: Iterable[tuple[str, T]], question: Callable[[T], A], *, needed: str = ""
 ) -> Iterator[tuple[str, A]]:
-    """What each of the named strategies, passes or codecs answers, with its name.
+    """What each of the named strategies, passes, codecs or readers answers, with its name.
 
     One of another package that raises is left out, with a warning; Headway's own may raise. Raises PluginFaultError
     where that is the strategy ``needed``.

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from tests.behaviour.pass_cases import STRATEGIES, batches, model, momentum, parameters_of
 
-from headway.errors import UnsupportedError
 from headway.integrations.parallelize import parallelize
 from headway.passes.loss_scale import _scales
 from headway.passes.precision import Precision
 from headway.plan import Plan
 from headway.plan.plan import PlannedModel
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.live.module_spec import model_spec
 
 
@@ -57,21 +55,6 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.step()
         found[name] = parameters_of(inner), _scales[inner].value
     return found
-
-
-def refused(rank: int, world_size: int) -> str:
-    """What local SGD says, whose ranks would leave out steps by themselves, where no plan has refused both."""
-    inner = model(plain=True).float()
-    optimizer = momentum(inner.parameters())
-    del world_size
-    Precision(dtype="float16").apply(inner, optimizer)
-    wrapped = parallelize(inner, optimizer, LocalSGDStrategy())
-    wrapped(batches(rank, torch.float32)[0]).square().mean().backward()
-    try:
-        optimizer.step()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
 
 
 def _planned(

@@ -18,7 +18,6 @@ from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp import runtime
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -121,30 +120,6 @@ def _refused_on_gloo(names: dict[str, Any]) -> None:
 
 def _gradients(model: nn.Module) -> list[list[float]]:
     return [p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None]
-
-
-def local_sgd(rank: int, _world_size: int) -> dict[str, list[list[float]]]:
-    """Parameters of this rank after each step under torch's local SGD, as settings have it, and by hand."""
-    asked = asked_of(layers(2), "local-sgd", {"steps": 3, "buffers": "local"})
-    assert isinstance(asked.data, LocalSGDStrategy)
-    defined = imported(ddp.settings(asked).files[ddp.FILE])
-    wrapped = defined["wrap"](layers(2))
-    optimizer = defined["wrap_optimizer"](torch.optim.SGD(wrapped.parameters(), lr=0.1))
-    alone = layers(2)
-    own = torch.optim.SGD(alone.parameters(), lr=0.1)
-    found: dict[str, list[list[float]]] = {"torch": [], "by hand": []}
-    for step in range(7):
-        for model, one in ((wrapped, optimizer), (alone, own)):
-            one.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            one.step()
-        if asked.data.decide(Job.of(model_spec(alone), 2)).averages_after(step + 1):
-            for parameter in alone.parameters():
-                dist.all_reduce(parameter.data)
-                parameter.data /= 2
-        found["torch"].append([float(p.sum()) for p in wrapped.parameters()])
-        found["by hand"].append([float(p.sum()) for p in alone.parameters()])
-    return found
 
 
 # FSDP2 -------------------------------------------------------------------------------------------------

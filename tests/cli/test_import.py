@@ -79,7 +79,10 @@ def test_refusals_are_one_line_and_status_2(
         ([str(tmp_path / "no"), "-o", str(tmp_path / "new")], "nothing to import"),
         ([str(tmp_path / "empty"), "-o", str(tmp_path / "new")], "holds no file"),
         ([str(tmp_path / "notes.txt"), "-o", str(tmp_path / "new")], "no file of a known format"),
-        ([str(recordings), "-o", str(tmp_path / "new"), "--format", "etl"], "is not one of"),
+        (
+            [str(recordings), "-o", str(tmp_path / "new"), "--format", "etl"],
+            "no such format; got etl; expected auto, f",
+        ),
         ([str(recordings), "-o", str(tmp_path / "new"), "--format", "chakra"], "rank0.json.gz"),
         ([str(recordings), "-o", str(tmp_path / ("n" * 300))], "cannot be written"),
         ([str(recordings)], "Missing option"),

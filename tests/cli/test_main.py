@@ -109,7 +109,7 @@ def test_what_there_is_can_be_listed(kind: str, capsys: pytest.CaptureFixture[st
         "clusters": "gloo-10gbe",
         "strategies": "decoupled",
     }
-    expected |= {"passes": "recompute", "codecs": "int8"}
+    expected |= {"passes": "recompute", "codecs": "int8", "readers": "kineto"}
     assert kind == "plugins" or expected[kind] in [row["name"] for row in rows]
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests import limits
+from tests.coordination.server_thread import ServerThread
 from tests.coordination.simple_generators import All
 
 from headway.errors import CommunicationError, UnsupportedError, UserError
@@ -24,7 +25,6 @@ from headway.strategies.partial_all_reduce.coordinator.messages import (
     Welcome,
 )
 from headway.strategies.partial_all_reduce.coordinator.options import ServiceOptions
-from headway.strategies.partial_all_reduce.coordinator.server import ServerThread
 
 T = TypeVar("T")
 LONG_S = 30.0

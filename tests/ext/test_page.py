@@ -22,6 +22,7 @@ from headway import ext
 from headway.cli.main import run as headway
 from headway.compression.registry import codecs, proposed
 from headway.ext import testing
+from headway.interop.readers.formats import readers
 from headway.passes.registry import passes
 from headway.replayer.replayer import Replayer
 from headway.strategies import registry
@@ -29,7 +30,7 @@ from headway.trace.folder import load_trace
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 TEXT = PAGE.read_text()
-CACHES = (registry.plugins, passes, codecs, proposed)
+CACHES = (registry.plugins, passes, codecs, proposed, readers)
 TRAIN = f"""
 import os, runpy, sys
 sys.argv += ["--losses", os.environ["LOSSES"]]
@@ -146,6 +147,24 @@ def test_the_page_s_own_tests_hold(package: Path) -> None:
         tests.test_strategy(waits)
         tests.test_codec(waits)
     tests.test_pass()
+    tests.test_reader()
+
+
+def test_the_page_s_reader_imports_logs(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (package / "logs").mkdir()
+    for rank, late_us in enumerate((0, 40)):
+        lines = [
+            f"step {step} {step * 1000 + late_us} {step * 1000 + 900 + late_us}\n"
+            f"backward {step} {step * 1000 + late_us} {step * 1000 + 300 + late_us}\n"
+            f"collective {step} {step * 1000 + 300 + late_us} {step * 1000 + 800 + late_us}\n"
+            for step in range(3)
+        ]
+        (package / "logs" / f"rank{rank}.log").write_text("# lines of even\n" + "".join(lines))
+    in_process("headway import", capsys)
+    trace = load_trace(package / "imported")
+    assert (trace.manifest.framework, trace.world_size, len(trace.manifest.steps)) == ("even", 2, 3)
+    assert "logs of even (package even 1.0)" in in_process("headway list readers", capsys)
+    assert headway(["diagnose", "imported"]) == 0
 
 
 @pytest.mark.exhaustive

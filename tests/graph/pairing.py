@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.graph.event_loop import Workers
+from tests.scheduling.group_schedules import pairs_in_turn
 
 from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_REDUCE, RING
@@ -13,7 +14,6 @@ from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.computation import Part
 from headway.graph.deciding import Decision, Decisions
-from headway.scheduling.groups import pairs_in_turn
 from headway.simulation.engine import PlayedTimes
 
 ARRIVED, LEFT = "arrived", "left"

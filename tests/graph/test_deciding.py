@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.exhaustive import examples
 from tests.graph.event_loop import Workers, paired_first_come
 from tests.graph.pairing import PairedTraining, step_ends_ns
+from tests.graph.throughput import steps_finished, steps_per_s
 
 from headway.graph.deciding import Decision
-from headway.graph.throughput import steps_finished, steps_per_s
 from headway.simulation import engine, kernel
 from headway.simulation.deciding import DeadlockError
 

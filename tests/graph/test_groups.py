@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.scheduling.group_schedules import pairs_in_turn
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
@@ -19,7 +20,7 @@ from headway.graph.computation import Part
 from headway.graph.deciding import NO_RANK, Decision, Decisions
 from headway.graph.disturbance import play_disturbed
 from headway.graph.goal import GoalWriter
-from headway.scheduling.groups import GroupSchedule, pairs_in_turn
+from headway.scheduling.groups import GroupSchedule
 from headway.simulation.engine import play
 
 MESSAGE_NS = 8000 + 20_000  # 1000 bytes at 1 Gb/s, and the latency

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.optimization.every_plan import MOST_PARAMETERS, best_of, every_plan, exhaust
 from tests.planning.jobs import layered_job
 
 from headway.errors import UserError
 from headway.job import Job
-from headway.optimization.exhaustive import MOST_PARAMETERS, best_of, every_plan, exhaust
 from headway.optimization.search import candidate_strategies
 from headway.simulator.simulate import Simulator
 from headway.strategies.base import fits

@@ -28,7 +28,6 @@ from headway.plan import Plan
 from headway.plan.plan import PlannedModel
 from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 WHOLE = Precision(dtype="bfloat16")
@@ -137,7 +136,7 @@ def test_it_stands_first_in_a_plan() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "counts"),
-    [(LocalSGDStrategy(), True), (PartialAllReduceStrategy(groups="static"), True),
+    [(PartialAllReduceStrategy(groups="static"), True),
      (PartialAllReduceStrategy(groups="first-come"), False), (DDP, False)],
 )  # fmt: skip
 def test_steps_are_not_left_out_where_they_are_counted(strategy: Strategy, counts: bool) -> None:

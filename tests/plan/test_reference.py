@@ -5,14 +5,15 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from tests.plan.reference import HEAD, page
+
 from headway.plan import Plan
-from headway.plan.reference import HEAD, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan-files.md"
 
 
 def test_the_page_is_that_of_the_types() -> None:
-    assert PAGE.read_text() == page(), "run python -m headway.plan.reference > docs/plan-files.md"
+    assert PAGE.read_text() == page(), "run python -m tests.plan.reference > docs/plan-files.md"
     assert page().count("|  |") == 0, "a field without a meaning"
 
 

@@ -12,7 +12,6 @@ from tests.exhaustive import examples
 from tests.planning.bound.drawn import drawn
 from tests.replayer.test_replayer import as_bucketed, cluster_of
 from tests.replayer.test_replayer import job as recorded
-from tests.strategies.local_sgd.test_policy import job as of_local_steps
 from tests.strategies.pipeline.test_mesh import MESHES
 from tests.strategies.pipeline.test_mesh import a_job as a_mesh_of
 from tests.strategies.pipeline.test_policy import a_job as a_pipeline_of
@@ -24,12 +23,10 @@ from headway.replayer.replayer import Replayer
 from headway.simulator.simulate import simulate
 from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.registry import plugin_of
 
 ROUNDING, ROUNDING_MS = 1e-6, 1e-3
 MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, print_blob=True)
@@ -127,23 +124,6 @@ def test_better_is_never_slower_in_pipelines_side_by_side(
     mesh: dict[str, int], gbps: float, slowdown: float, two: Two
 ) -> None:
     check(on_busy_cores(a_mesh_of(mesh, gbps=gbps), slowdown), MESH, two)
-
-
-@pytest.mark.parametrize("factors", [None, {1: 2.0}])
-def test_better_is_never_slower_where_models_are_averaged_once_a_period(
-    factors: dict[int, float] | None,
-) -> None:
-    job, strategy = of_local_steps(4, factors), LocalSGDStrategy(steps=4)
-
-    def iteration_ms(what_if: WhatIf) -> float:
-        outcome = plugin_of(strategy).over_a_horizon(what_if.rewrite(job), strategy)
-        assert outcome is not None
-        return outcome.step_ms
-
-    worse = WhatIf(bandwidth=0.01, latency=4, compute=2)
-    better = [worse, replace(worse, bandwidth=0.1), replace(worse, latency=0.1), replace(worse, compute=0.5)]
-    worst_ms, *better_ms = map(iteration_ms, better)
-    assert all(ms <= worst_ms for ms in better_ms)
 
 
 @pytest.mark.parametrize("strategy", [None, DecoupledStrategy(bucket_cap_bytes=2**20)])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.scheduling.group_schedules import pairs_in_turn, rounds_to_mix
 
-from headway.scheduling.groups import GroupSchedule, pairs_in_turn
+from headway.scheduling.groups import GroupSchedule
 
 
 @pytest.mark.parametrize("world_size", range(2, 13))
@@ -15,8 +16,9 @@ def test_everybody_meets_everybody_once(world_size: int) -> None:
     met = [pair for groups in schedule.rounds for pair in groups]
     assert sorted(met) == sorted(itertools.combinations(range(world_size), 2))
     assert len(schedule.rounds) == world_size - 1 + world_size % 2
-    assert schedule.rounds_to_mix is not None
-    assert schedule.rounds_to_mix <= len(schedule.rounds)
+    mixed_after = rounds_to_mix(schedule)
+    assert mixed_after is not None
+    assert mixed_after <= len(schedule.rounds)
     for rank, round_ in itertools.product(range(world_size), range(3 * world_size)):
         group = schedule.group_of(rank, round_)
         assert group == () or rank in group
@@ -24,9 +26,9 @@ def test_everybody_meets_everybody_once(world_size: int) -> None:
 
 
 def test_what_never_mixes() -> None:
-    assert GroupSchedule(4, (((0, 1), (2, 3)),)).rounds_to_mix is None
-    assert GroupSchedule(4, (((0, 1), (2, 3)), ((0, 2), (1, 3)))).rounds_to_mix == 2
-    assert GroupSchedule(4, (((0, 1, 2, 3),),)).rounds_to_mix == 1
+    assert rounds_to_mix(GroupSchedule(4, (((0, 1), (2, 3)),))) is None
+    assert rounds_to_mix(GroupSchedule(4, (((0, 1), (2, 3)), ((0, 2), (1, 3))))) == 2
+    assert rounds_to_mix(GroupSchedule(4, (((0, 1, 2, 3),),))) == 1
 
 
 def test_what_is_no_schedule() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.exhaustive import examples
+from tests.scheduling.group_schedules import rounds_to_mix
 
 from headway.scheduling.groups import hosts_in_turn
 
@@ -24,8 +25,9 @@ def test_any_workers_on_any_hosts_mix_within_two_repetitions(sizes: list[int], g
     assert schedule.world_size == sum(sizes)
     levels = math.ceil(math.log(len(hosts), group_size) - 1e-9) if len(hosts) > 1 else 1
     assert len(schedule.rounds) <= 2 * levels
-    assert schedule.rounds_to_mix is not None
-    assert schedule.rounds_to_mix <= 2 * len(schedule.rounds)
+    mixed_after = rounds_to_mix(schedule)
+    assert mixed_after is not None
+    assert mixed_after <= 2 * len(schedule.rounds)
     for number, groups in enumerate(schedule.rounds):
         crossing = [group for group in groups if len({host_of[rank] for rank in group}) > 1]
         within = max(sizes) > 1 and number % 2 == 0
@@ -39,7 +41,7 @@ def test_any_workers_on_any_hosts_mix_within_two_repetitions(sizes: list[int], g
 @pytest.mark.parametrize(("hosts", "workers", "rounds"), [(4, 4, 3), (2, 8, 3), (16, 4, 5), (1, 4, 1)])
 def test_equal_hosts_mix_in_hardly_more_rounds_than_there_are(hosts: int, workers: int, rounds: int) -> None:
     ranks = [list(range(host * workers, (host + 1) * workers)) for host in range(hosts)]
-    assert hosts_in_turn(ranks, 4).rounds_to_mix == rounds
+    assert rounds_to_mix(hosts_in_turn(ranks, 4)) == rounds
 
 
 def test_what_cannot_be_scheduled() -> None:

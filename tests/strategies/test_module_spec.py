@@ -10,7 +10,6 @@ from torch import nn
 
 from headway.compression.int8 import Int8
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.asynchronous_servers.checks import check_parameters
 from headway.strategies.ddp import wire
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled import checks
@@ -42,10 +41,10 @@ def test_tied_parameters_count_once_and_own_parameters_have_no_module() -> None:
 @pytest.mark.parametrize(
     "refuse",
     [
-        check_module, check_parameters, checks.check_module,
+        check_module, checks.check_module,
         lambda module: wire.check(module, DistributedDataParallelStrategy(wire=(Int8(),))),
     ],
-    ids=["servers", "asynchronous servers", "decoupled", "codecs"],
+    ids=["servers", "decoupled", "codecs"],
 )  # fmt: skip
 def test_sparse_gradients_are_refused_by_name(refuse: Callable[[nn.Module], None]) -> None:
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))

@@ -12,10 +12,8 @@ from tests.planning.jobs import layered_job
 from headway.cluster import AlgorithmCost, PassSlowdown, SlowPath
 from headway.collectives.algorithms import HALVING_DOUBLING, HIERARCHICAL, TREE
 from headway.job import Job
-from headway.scheduling.periods import PeriodicSchedule
 from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.local_sgd.horizon import over_a_horizon
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
@@ -126,14 +124,6 @@ CHOICES = {
         job(*[MIB] * 8, on=slow_way(0, 2)),
     ),
 }  # fmt: skip
-
-
-def test_local_steps_help_where_all_reduces_show_and_hurt_where_they_hide() -> None:
-    """Averages hide under nothing, however rare they are."""
-    slow, hidden = job(*[MIB] * 8, communication=3.0), job(*[MIB] * 8, communication=0.2)
-    ddp_ms = [simulate(on, ddp()(on)).step_ms for on in (slow, hidden)]
-    assert over_a_horizon(slow, PeriodicSchedule(4, 8)).step_ms < 0.7 * ddp_ms[0]
-    assert over_a_horizon(hidden, PeriodicSchedule(4, 1)).step_ms > ddp_ms[1]
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -9,7 +9,7 @@ import click
 
 from headway.cli import output as output_of
 from headway.errors import UserError, how_to_install, one_line
-from headway.interop.readers.formats import FORMATS
+from headway.interop.readers.formats import SHIPPED
 
 MAX_SHOWN = 20
 
@@ -22,10 +22,11 @@ MAX_SHOWN = 20
 @click.option(
     "--format",
     "format_name",
-    type=click.Choice(["auto", *(one.name for one in FORMATS)]),
+    metavar="FORMAT",
     default="auto",
     show_default=True,
-    help="The format of every file in SOURCE.",
+    help=f"The format of every file in SOURCE: {', '.join(reader.name for reader in SHIPPED)}, or what the reader of "
+    "an installed package reads.",
 )
 @click.option(
     "--lenient", is_flag=True, help="Keep what can be kept of damaged input, and say what was dropped."

@@ -74,18 +74,31 @@ def _codecs() -> list[Row]:
     return _classes(GROUP, codecs())
 
 
+def _readers() -> list[Row]:
+    from headway.interop.readers.formats import GROUP, readers
+
+    packages = _packages(GROUP)
+    return [
+        {"name": name, "what": reader.title + packages.get(name, "")} for name, reader in readers().items()
+    ]
+
+
 def _classes(group: str, classes: dict[str, type]) -> list[Row]:
     """Classes by name, each with the first sentence of its docstring, and the package of those of other packages."""
-    from headway.plugins import loaded_plugins
-
-    packages = {plugin.name: plugin.package for plugin in loaded_plugins() if plugin.group == group}
+    packages = _packages(group)
     return [
-        {
-            "name": name,
-            "what": _first_sentence(kind) + (f" (package {packages[name]})" if name in packages else ""),
-        }
+        {"name": name, "what": _first_sentence(kind) + packages.get(name, "")}
         for name, kind in classes.items()
     ]
+
+
+def _packages(group: str) -> dict[str, str]:
+    """What to add to the names that other packages bring, once the plug-ins of the group are loaded."""
+    from headway.plugins import loaded_plugins
+
+    return {
+        plugin.name: f" (package {plugin.package})" for plugin in loaded_plugins() if plugin.group == group
+    }
 
 
 def _first_sentence(kind: type) -> str:
@@ -96,7 +109,7 @@ def _first_sentence(kind: type) -> str:
 def _plugins() -> list[Row]:
     from headway.plugins import loaded_plugins
 
-    for load in (_strategies, _passes, _codecs):
+    for load in (_strategies, _passes, _codecs, _readers):
         load()
     return [
         {
@@ -115,6 +128,7 @@ KINDS: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
     "strategies": ("for --strategy and parallel: in plan files", _strategies),
     "passes": ("changes of computation, for passes: in plan files", _passes),
     "codecs": ("how gradients are compressed, for wire: in plan files", _codecs),
+    "readers": ("formats of other tools' traces, for headway import", _readers),
     "plugins": ("what installed packages add, and why it is left out", _plugins),
 }
 

@@ -19,7 +19,7 @@ from headway.version import __version__
 COMMANDS = {
     "demo": "run the whole loop on this machine in a few minutes",
     "record": "run an unmodified training command and record it",
-    "import": "read other tools' traces: Kineto, Chakra, TensorFlow, JAX, MXNet, Horovod",
+    "import": "read other tools' traces: PyTorch's profiler, Chakra, and what installed packages read",
     "export": "write a trace for other tools: Perfetto, Chakra, GOAL",
     "diagnose": "say where the time went, and which ranks are to blame",
     "replay": "simulate the recorded steps, as they were or under what-ifs",
@@ -31,7 +31,7 @@ COMMANDS = {
     "coordinate": "coordinate a job whose workers average in groups",
     "probe": "measure latency and rate of a job's links",
     "lab": "run a command on an emulated cluster on this machine",
-    "list": "list models, clusters, strategies, passes, codecs, and plug-ins of other packages",
+    "list": "list models, clusters, strategies, passes, codecs, readers, and plug-ins of other packages",
 }
 SUFFIXED = ("import", "list")  # names of Python's: their modules and functions end in an underscore
 COMPLETION = "_HEADWAY_COMPLETE"

@@ -411,8 +411,8 @@ ANY = "any"
 @click.option(
     "--strategy", "only", metavar="NAME", default="any",
     show_default=True, help="Write the best plan of this strategy, whatever was recorded: ddp, decoupled, "
-    "parameter_server, pipeline, with --allow also asynchronous-parameter-server, local-sgd or partial-all-reduce, or "
-    "one of a plug-in. stages: the best plan with other pipeline stages, for scripts that call headway.parallelize.",
+    "parameter_server, pipeline, with --allow also partial-all-reduce, or one of a plug-in. "
+    "stages: the best plan with other pipeline stages, for scripts that call headway.parallelize.",
 )  # fmt: skip
 @click.option(
     "--memory-limit", "limit", metavar="SIZE",

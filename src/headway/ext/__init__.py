@@ -1,4 +1,4 @@
-"""All that a package imports to bring Headway a strategy, a pass or a codec.
+"""All that a package imports to bring Headway a strategy, a pass, a codec or a reader.
 
 These names stay, with what they do, as long as ``API_VERSION`` is the same. A plug-in says which version it was written
 for (``api_version``); Headway refuses one that was written for another. ``headway.ext.testing`` has checks for its
@@ -38,6 +38,16 @@ from headway.errors import (
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.computation import Item, Part, Point, Timeline
 from headway.graph.step_layout import InRecordedOrder, StepLayout
+from headway.interop.readers.foreign import (
+    MAX_EVENTS,
+    Companion,
+    Document,
+    ForeignRank,
+    Reading,
+    damaged,
+)
+from headway.interop.readers.formats import Reader
+from headway.interop.readers.ranks import rank_in_name
 from headway.job import Job, MeasuredEffect
 from headway.model import ModelSpec, ParameterSpec, PassMemory
 from headway.passes.base import Pass, whole_model, with_timelines
@@ -46,6 +56,7 @@ from headway.permission import ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS,
 from headway.planning.bound import StepBound, bound_of
 from headway.plugins import API_VERSION
 from headway.scheduling.buckets import Bucket, BucketReadiness, BucketSchedule, make_buckets, whole
+from headway.scheduling.schedule import HorizonSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint
@@ -53,6 +64,7 @@ from headway.strategies.horizon import Outcome
 from headway.strategies.injection import Injection, ScheduleInjection
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 from headway.tool_settings import Settings
+from headway.trace.events import Event, Events, Kind, Stream, texts
 from headway.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -65,6 +77,7 @@ __all__ = [
     "API_VERSION",
     "ASYNCHRONOUS",
     "LOCAL_STEPS",
+    "MAX_EVENTS",
     "PRECISION",
     "RANDOMNESS",
     "REDUCE_SCATTER",
@@ -75,19 +88,26 @@ __all__ = [
     "Codec",
     "CodecCost",
     "CommunicationError",
+    "Companion",
     "DistributedDataParallelStrategy",
+    "Document",
+    "Event",
+    "Events",
     "Exchange",
     "FedBack",
     "Footprint",
+    "ForeignRank",
     "Gradients",
     "GraphBuilder",
     "HeadwayWarning",
+    "HorizonSchedule",
     "Host",
     "InForce",
     "InRecordedOrder",
     "Injection",
     "Item",
     "Job",
+    "Kind",
     "LaunchError",
     "MeasuredEffect",
     "MeasuredModules",
@@ -104,6 +124,8 @@ __all__ = [
     "Point",
     "Proposal",
     "RankCursor",
+    "Reader",
+    "Reading",
     "Reduced",
     "Reduction",
     "ScheduleInjection",
@@ -114,6 +136,7 @@ __all__ = [
     "StepLayout",
     "Strategy",
     "StrategyPlugin",
+    "Stream",
     "Timeline",
     "TraceError",
     "UnsupportedError",
@@ -121,11 +144,14 @@ __all__ = [
     "bound_of",
     "computed_in",
     "counted",
+    "damaged",
     "element_bytes",
     "format_bytes",
     "make_buckets",
     "measure_pass",
     "passes_us",
+    "rank_in_name",
+    "texts",
     "whole",
     "whole_model",
     "with_timelines",

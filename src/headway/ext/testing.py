@@ -1,7 +1,8 @@
-"""Checks for the tests of a package that brings a strategy, a pass or a codec. Headway's own tests use them too.
+"""Checks for the tests of a package that brings a strategy, a pass, a codec or a reader.
 
-Each raises AssertionError with a sentence that says what is wrong. The package has to be installed, so that its entry
-points are found (``pip install --editable .``). Only ``check_training`` starts processes.
+Headway's own tests use them too. Each raises AssertionError with a sentence that says what is wrong. The package has to
+be installed, so that its entry points are found (``pip install --editable .``). Only ``check_training`` starts
+processes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import hashlib
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +25,10 @@ from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
 from headway.compression.codec import Codec, Exchange, Gradients, Reduced, Sent, Shape
 from headway.compression.registry import codecs
-from headway.errors import HeadwayError, UnsupportedError
+from headway.errors import HeadwayError, TraceError, UnsupportedError
 from headway.graph.computation import Computation, Item, Part, Point, Timeline
+from headway.interop.readers.foreign import Document
+from headway.interop.readers.formats import SNIFFED_BYTES, Reader, readers, recognised
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.passes.base import Pass, rewritten
@@ -38,6 +42,7 @@ from headway.strategies.base import Strategy, decided
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.plugin import proposal_of
 from headway.strategies.registry import names, plugin_of
+from headway.trace.events import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +55,7 @@ __all__ = [
     "check_feedback",
     "check_not_finite",
     "check_pass",
+    "check_reader",
     "check_strategy",
     "check_training",
     "example_gradients",
@@ -582,3 +588,32 @@ def check_not_finite(codec: Codec, world_size: int = 3) -> None:
         done, _ = reduced(codec, ranks)
         seen = all(not bool(each.mean.isfinite().all()) for each in done)
         _check(seen, f"{codec.describe()}: {harm} on one rank is not seen in the mean")
+
+
+# Readers.
+
+
+def check_reader(reader: Reader, name: str, data: bytes, *, damages: int = 100) -> None:
+    """``reader``, of an installed package, reads the document ``name`` of ``data``, and refuses it damaged.
+
+    The document is cut, and bytes of it are changed, ``damages`` times, the same ones in each run.
+    """
+    who = f"the reader {reader.name}"
+    _check(readers().get(reader.name) is reader, f"{who} is not registered: install its package")
+    chosen = recognised(name, data[:SNIFFED_BYTES])
+    _check(chosen is reader, f"{name} is recognised by {chosen.name if chosen else 'no reader'}")
+    with _said(who):
+        ranks = reader.read(Document(name, data)).ranks
+    _check(bool(ranks), f"{who} finds no rank in {name}")
+    for rank in ranks:
+        steps = rank.events.of_kind(Kind.STEP)
+        _check(len(steps) > 0 or rank.role == "server", f"{who}: a rank of {name} has no step")
+        _check(bool((rank.events.duration_ns >= 0).all()), f"{who}: an event ends before it begins")
+    draw = random.Random(0)
+    for number in range(damages):
+        harmed = bytearray(data[: draw.randrange(len(data) + 1)] if number % 2 else data)
+        for _ in range(min(len(harmed), draw.choice((0, 1, 5)))):
+            harmed[draw.randrange(len(harmed))] = draw.randrange(256)
+        for lenient in (False, True):
+            with _said(f"{who}, of a damaged document"), suppress(TraceError):
+                reader.read(Document(name, bytes(harmed), "", lenient))

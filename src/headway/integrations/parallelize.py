@@ -100,14 +100,13 @@ def finish(model: nn.Module, *, timeout_s: float = 300.0) -> tuple[int, ...]:
     """End the training of ``model``, which a plan has wrapped, with the same model on all ranks.
 
     Call it once, on every rank, after the last step, before the model is evaluated or saved for good. Under partial
-    all-reduce each rank, or each host, has trained a model of its own: all get the mean of them. Local SGD averages
-    as at the end of a period, and asynchronous servers give all ranks the parameters that they end with: both wait
-    for all ranks, not bounded by ``timeout_s``, and end with an error where one is lost. Under any other strategy
-    ranks have the same model anyway, and nothing happens. Returns the ranks whose models are in it: under partial
+    all-reduce each rank, or each host, has trained a model of its own: all get the mean of them. A strategy of another
+    package ends as it says itself. Under any other strategy ranks have the same model anyway, and nothing happens.
+    Returns the ranks whose models are in it: under partial
     all-reduce one that was lost, or did not come within half of ``timeout_s``, is not.
 
-    Raises CommunicationError where no rank gives the final model in time, or where local SGD or servers lost a rank;
-    the model is then this rank's own. Raises UserError where ranks made different numbers of steps under local SGD.
+    Raises CommunicationError where no rank gives the final model in time, or the strategy lost a rank; the model is
+    then this rank's own.
     """
     import torch.distributed as dist
 

@@ -1,5 +1,5 @@
-"""Published models as tables of layers, and modules that stand in for them where no accelerator is.
+"""Published models as tables of layers.
 
 `headway.models.catalogue` lists the tables: parameters as published, work counted from the shapes.
-`headway.models.roofline` turns work into modelled times, `headway.models.paced` into a module that takes these times.
+`headway.models.roofline` turns work into modelled times.
 """

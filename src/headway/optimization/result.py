@@ -184,8 +184,8 @@ class SearchResult:
             "no plan of this strategy was found" + (f": {self.note}" if self.note else ""),
             got=strategy,
             fix="Leave out --strategy. Parameter servers need Gloo and a --cluster that headway probe measured; "
-            "strategies that change what is trained need a permission: partial-all-reduce --allow asynchronous, "
-            "local-sgd --allow local-steps.",
+            "strategies that change what is trained need a permission, such as partial-all-reduce "
+            "--allow asynchronous.",
         )
 
 

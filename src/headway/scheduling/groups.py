@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise, zip_longest
 
 from headway.units import counted
@@ -48,19 +47,6 @@ class GroupSchedule:
         """The ranks that ``rank`` averages with in that round of training, itself among them; () where it does not."""
         return next((group for group in self.rounds[round_ % len(self.rounds)] if rank in group), ())
 
-    @cached_property
-    def rounds_to_mix(self) -> int | None:
-        """After how many rounds what any rank learned has reached every other; None where it never does."""
-        reached = [{rank} for rank in range(self.world_size)]
-        for count in range(self.world_size * len(self.rounds) + 1):
-            if all(len(own) == self.world_size for own in reached):
-                return count
-            for group in self.rounds[count % len(self.rounds)]:
-                union = set().union(*(reached[rank] for rank in group))
-                for rank in group:
-                    reached[rank] = union
-        return None
-
 
 @dataclass(frozen=True)
 class CoordinatedGroups:
@@ -85,24 +71,6 @@ class CoordinatedGroups:
     def collectives(self) -> int:
         """How many groups average in an iteration: not known before."""
         return 1
-
-
-def pairs_in_turn(world_size: int) -> GroupSchedule:
-    """Every rank with every other in turn, in as few rounds as there can be (the circle method of tournaments).
-
-    Of an odd number one goes on alone in each round. Raises ValueError for fewer than two ranks.
-    """
-    if world_size < 2:
-        raise ValueError("pairs need two ranks")
-    seats = [*range(world_size), *([-1] if world_size % 2 else [])]
-    rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
-        pairs = ((min(pair), max(pair)) for pair in facing if -1 not in pair)
-        rounds.append(tuple(sorted(pairs)))
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return GroupSchedule(world_size, tuple(rounds))
 
 
 def hosts_in_turn(hosts: Sequence[Sequence[int]], group_size: int) -> GroupSchedule:

@@ -88,7 +88,8 @@ class StrategyPlugin(ABC, Generic[S]):
     finishes some of a step's collectives in the next step. ``usual`` are the options with which ``headway predict``
     shows it if no strategies are named, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that
     ranks may measure links and cores after a recording under it. ``simulates_incidents`` says that ``over_a_horizon``
-    has ranks slow by chance, dying and joining as the job says.
+    has ranks slow by chance, dying and joining as the job says. ``library_calls`` are NCCL's functions that it calls
+    and leaves the algorithm of to the library, such as "allreduce".
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -97,6 +98,7 @@ class StrategyPlugin(ABC, Generic[S]):
     usual: ClassVar[tuple[str, ...]] = ()
     measured_after_recordings: ClassVar[bool] = False
     simulates_incidents: ClassVar[bool] = False
+    library_calls: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:

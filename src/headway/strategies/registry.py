@@ -24,8 +24,6 @@ SHIPPED = (
     "headway.strategies.ddp.plugin",
     "headway.strategies.decoupled.plugin",
     "headway.strategies.parameter_server.plugin",
-    "headway.strategies.data_parallel.asynchronous_servers.plugin",
-    "headway.strategies.data_parallel.local_sgd.plugin",
     "headway.strategies.pipeline.plugin",
     "headway.strategies.partial_all_reduce.plugin",
 )

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests import limits
 from tests.behaviour.decentralised.coordinating import Client
 from tests.behaviour.decentralised.job import FEATURES, MOMENTUM, RATE, loss, model, rows, values
+from tests.scheduling.group_schedules import pairs_in_turn
 from torch import nn
 
-from headway.scheduling.groups import pairs_in_turn
 from headway.strategies.partial_all_reduce.rounds import Context, Round
 from headway.strategies.partial_all_reduce.runtime import PartialAllReduce, wrap
 

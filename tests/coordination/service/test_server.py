@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 from tests import limits
+from tests.coordination.server_thread import ServerThread
 from tests.coordination.simple_generators import All
 
 from headway.errors import CommunicationError, UserError
@@ -24,7 +25,6 @@ from headway.strategies.partial_all_reduce.coordinator.prometheus import (
     PrometheusObserver,
 )
 from headway.strategies.partial_all_reduce.coordinator.security import identity, read_secret, write_secret
-from headway.strategies.partial_all_reduce.coordinator.server import ServerThread
 from headway.strategies.partial_all_reduce.coordinator.transport import SERVER_NAME, parse_address
 
 LONG_S = 30.0

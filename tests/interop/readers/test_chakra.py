@@ -24,7 +24,7 @@ from headway.interop.readers.chakra import communication, reader
 from headway.interop.readers.chakra.document import NodeType
 from headway.interop.readers.chakra.timing import lay_out
 from headway.interop.readers.foreign import Document, ForeignRank
-from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
+from headway.interop.readers.formats import SNIFFED_BYTES, readers
 from headway.trace.events import Events, Kind, Stream
 
 COMP, COLLECTIVE, SEND, RECEIVE = NodeType.COMP, NodeType.COLLECTIVE, NodeType.SEND, NodeType.RECEIVE
@@ -134,7 +134,7 @@ def test_it_is_recognised_and_others_are_not() -> None:
     assert reader.recognises("broken.0.et", b"\xff\xff")
     assert not reader.recognises("text.0.et", b'{"nodes": []}')
     assert not reader.recognises("any", b"")
-    assert next(one for one in FORMATS if one.name == "chakra").recognises("any", TEXT)
+    assert readers()["chakra"].recognises("any", TEXT)
 
 
 # What nodes say ----------------------------------------------------------------------------------------------

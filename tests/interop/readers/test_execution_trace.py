@@ -15,7 +15,7 @@ from headway.errors import TraceError
 from headway.interop.readers import execution_trace
 from headway.interop.readers.execution_trace import ExecutedCommunication
 from headway.interop.readers.foreign import Document
-from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
+from headway.interop.readers.formats import SNIFFED_BYTES, readers
 
 FIXTURES = Path(__file__).parent / "fixtures" / "execution_trace"
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "traces"
@@ -139,7 +139,7 @@ def test_it_is_recognised_and_others_are_not() -> None:
     kineto = gzip.decompress((FIXTURES / "kineto_rank_0.json.gz").read_bytes())
     assert not execution_trace.recognises("a", kineto[:SNIFFED_BYTES])
     assert not execution_trace.recognises("a", b"")
-    assert next(one for one in FORMATS if one.name == "execution-trace").recognises("a", DATA[0][:300])
+    assert readers()["execution-trace"].recognises("a", DATA[0][:300])
 
 
 def test_a_truncated_trace_is_refused_or_read_as_far_as_it_goes() -> None:

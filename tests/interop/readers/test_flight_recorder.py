@@ -14,7 +14,7 @@ from headway.errors import TraceError
 from headway.interop.readers import flight_recorder
 from headway.interop.readers.flight_recorder import Recorded
 from headway.interop.readers.foreign import Companion, Document
-from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
+from headway.interop.readers.formats import SNIFFED_BYTES, readers
 
 FIXTURES = Path(__file__).parent / "fixtures" / "flight_recorder"
 DATA = [(FIXTURES / f"flight_recorder_rank_{rank}.json").read_bytes() for rank in range(2)]
@@ -143,7 +143,7 @@ def test_it_is_recognised_and_others_are_not() -> None:
     assert not flight_recorder.recognises("a", b'{"traceEvents": [], "pg_config": {}, "comm_lib_version": 1}')
     assert not flight_recorder.recognises("a", b"\x80\x04}q\x00X\x03\x00\x00\x00abcq")
     assert not flight_recorder.recognises("a", b"")
-    assert next(one for one in FORMATS if one.name == "flight-recorder").recognises("a", DATA[0])
+    assert readers()["flight-recorder"].recognises("a", DATA[0])
 
 
 def test_a_truncated_dump_is_refused_or_read_as_far_as_it_goes() -> None:

@@ -15,7 +15,7 @@ from tests.interop.readers.kineto_documents import (
 from headway.diagnosis import diagnose
 from headway.interop.readers.document import Sources
 from headway.interop.readers.document import read_document as read_file
-from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
+from headway.interop.readers.formats import SNIFFED_BYTES, readers, recognised
 from headway.interop.readers.importing import import_trace
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.folder import load_trace
@@ -131,12 +131,12 @@ def test_without_both_flight_recorders_it_is_known_what_belongs_together(
 
 
 def test_it_is_recognised_and_others_are_not() -> None:
-    kineto = next(one for one in FORMATS if one.name == "kineto")
+    kineto = readers()["kineto"]
     for path in sorted(FIXTURES.parent.glob("*/*")):
         if path.suffix not in (".py",) and path.is_file():
             with Sources(path) as sources:
                 head = read_file(sources.find()[0]).data[:SNIFFED_BYTES]
-            chosen = next((one.name for one in FORMATS if one.recognises(path.name, head)), None)
+            chosen = getattr(recognised(path.name, head), "name", None)
             is_kineto = path.parent.name == "kineto" and path.name.startswith("rank")
             assert (chosen == "kineto") == (is_kineto or path.name.startswith("kineto_")), path
     assert kineto.recognises("a", json.dumps([span("cpu_op", "aten::add", 0, 1)]).encode())

@@ -8,9 +8,7 @@ from tests.models import layered_model
 
 from headway.errors import PlanError
 from headway.interop.settings import ddp
-from headway.interop.settings.asked import Asked
 from headway.model import ModelSpec
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.tool_settings import Settings
@@ -97,14 +95,6 @@ def test_what_buckets_are_sent_as_is_a_hook_or_said_to_be_lacking(wire: list[Any
     assert [lack[:21] for lack in found.lacks] == (["what buckets are sent"] if hook is None else [])
 
 
-def test_local_sgd_is_torchs_own_and_says_what_it_leaves_to_each_rank() -> None:
-    whole = ddp.settings(asked("local-sgd", steps=8, buffers="local"))
-    assert whole.complete
-    assert "STEPS = 8 " in whole.files[ddp.FILE]
-    less = ddp.settings(asked("local-sgd", outer_optimizer="sgd", moments="averaged"))
-    assert [lack.split()[1] for lack in less.lacks] == ["outer", "optimizer's", "buffers"]
-
-
 def test_of_pipelines_side_by_side_it_is_what_replicas_do() -> None:
     found = ddp.settings(meshed(DistributedDataParallelStrategy(bucket_cap_mb=2)))
     assert arguments(found) == {"bucket_cap_mb": 2.0}
@@ -113,7 +103,7 @@ def test_of_pipelines_side_by_side_it_is_what_replicas_do() -> None:
     assert arguments(decoupled) == {"bucket_cap_mb": 1.0}
 
 
-@pytest.mark.parametrize("name", ["partial-all-reduce", "asynchronous-parameter-server"])
+@pytest.mark.parametrize("name", ["partial-all-reduce"])
 def test_what_trains_otherwise_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match="DDP has no settings for this plan"):
         ddp.settings(asked(name))
@@ -148,9 +138,3 @@ def test_with_unused_parameters_ddp_cuts_buckets_otherwise() -> None:
 def test_buckets_by_name_of_a_stage_become_a_cap_for_all_stages() -> None:
     found = ddp.settings(meshed(DecoupledStrategy(buckets=tuple(map(tuple, BY_NAME)))))
     assert any("where buckets end" in lack for lack in found.lacks)
-
-
-def test_local_sgd_in_pipelines_says_that_their_order_is_not_its_own() -> None:
-    plan = meshed(DistributedDataParallelStrategy()).plan
-    plan = plan.model_copy(update={"parallel": {**plan.parallel, "data": LocalSGDStrategy(steps=4)}})
-    assert any("order of micro-batches" in lack for lack in ddp.settings(Asked(plan)).lacks)

@@ -77,7 +77,7 @@ def test_a_pipelines_micro_batches_and_its_order() -> None:
 def test_refusals() -> None:
     with pytest.raises(PlanError, match="it counts elements"):
         deepspeed.settings(asked("ddp", traced=False))
-    for name in ("local-sgd", "partial-all-reduce", "asynchronous-parameter-server"):
+    for name in ("partial-all-reduce",):
         with pytest.raises(PlanError, match="DeepSpeed has no settings for this plan"):
             deepspeed.settings(asked(name))
 

@@ -78,7 +78,7 @@ def test_parameters_without_a_dimension_are_refused() -> None:
 
 
 def test_refusals() -> None:
-    for name in ("ddp", "parameter_server", "local-sgd", "partial-all-reduce"):
+    for name in ("ddp", "parameter_server", "partial-all-reduce"):
         with pytest.raises(PlanError, match="FSDP2 has no settings for this plan"):
             fsdp2.settings(asked(name))
     with pytest.raises(PlanError, match="FSDP2 has no settings for this plan"):

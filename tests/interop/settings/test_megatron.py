@@ -81,7 +81,7 @@ def test_refusals() -> None:
         megatron.settings(asked("decoupled", traced=False))
     with pytest.raises(PlanError, match="Give micro_batches"):
         megatron.settings(piped(micro_batches=None))
-    for name in ("local-sgd", "partial-all-reduce", "asynchronous-parameter-server"):
+    for name in ("partial-all-reduce",):
         with pytest.raises(PlanError, match="Megatron has no settings for this plan"):
             megatron.settings(asked(name))
 

@@ -62,7 +62,6 @@ def test_a_plan_that_leaves_algorithms_to_the_library_needs_no_settings(
 ) -> None:
     for plan in (
         asked("ddp"),
-        asked("local-sgd"),
         asked("decoupled", reduce_scatter="native", all_gather="native"),
     ):
         found = library(plan)

@@ -9,15 +9,16 @@ from headway.cli.settings import NAMES
 from headway.errors import PlanError
 from headway.interop.settings.asked import CollectiveOptions
 from headway.interop.settings.tools import OF_COLLECTIVES, TOOLS
-from headway.strategies.registry import names
+from headway.plugins import is_own
+from headway.strategies.registry import plugins
 
 BUCKETED = {"ddp", "decoupled", "parameter_server"}
-SUMMED = {"ddp", "decoupled", "local-sgd"}
+SUMMED = {"ddp", "decoupled"}
 DONE = {
-    "ddp": BUCKETED | {"local-sgd"}, "fsdp2": {"decoupled"}, "deepspeed": BUCKETED, "megatron": BUCKETED,
+    "ddp": BUCKETED, "fsdp2": {"decoupled"}, "deepspeed": BUCKETED, "megatron": BUCKETED,
     "nccl": SUMMED, "rccl": SUMMED,
 }  # fmt: skip
-STRATEGIES = [name for name in names() if name != "pipeline"]
+STRATEGIES = [name for name, plugin in plugins().items() if is_own(plugin) and name != "pipeline"]
 AS_REPLAYED = CollectiveOptions(as_replayed=True)
 
 

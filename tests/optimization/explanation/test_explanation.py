@@ -12,8 +12,8 @@ from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.replayer.replayer import Replayer
 from headway.simulator.what_if import WhatIf
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +133,14 @@ def test_passes_are_choices_upon_the_strategy(
 def test_passes_are_choices_upon_a_strategy_whose_ranks_do_not_wait(
     replayer: Replayer, found: SearchResult
 ) -> None:
-    strategy, passes = LocalSGDStrategy(steps=4), (Slower(factor=1.5), Faster(factor=0.5))
+    strategy, passes = PartialAllReduceStrategy(groups="static"), (Slower(factor=1.5), Faster(factor=0.5))
     outcome = replayer.replay_horizon(strategy, passes=passes)
     assert outcome is not None
     plan = replace(found.best(), strategy=strategy, passes=passes, expected=replayer.expect_outcome(outcome))
     said = explain(replayer, found, plan)
     assert said is not None
     assert [each.name for each in said.choices] == [
-        "local-sgd instead of ddp",
+        "partial-all-reduce instead of ddp",
         "slower by 1.5",
         "faster by 0.5",
     ]

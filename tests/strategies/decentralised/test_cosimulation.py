@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.exhaustive import examples
 from tests.graph.event_loop import Workers
+from tests.scheduling.group_schedules import pairs_in_turn
 from tests.strategies.decentralised import plain_loop
 
 from headway.cluster import Cluster, Host
@@ -18,7 +19,7 @@ from headway.collectives.algorithms import ALL_REDUCE, RING
 from headway.collectives.selection import Selection
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
-from headway.scheduling.groups import CoordinatedGroups, pairs_in_turn
+from headway.scheduling.groups import CoordinatedGroups
 from headway.simulation.engine import play
 from headway.strategies.horizon import Outcome
 from headway.strategies.partial_all_reduce.cosimulation import CoSimulation, Iterations, Scenario

@@ -31,7 +31,7 @@ class ForeignRank:
     """
 
     source: str  # the document's name
-    framework: str  # "pytorch", "tensorflow", "jax", "mxnet", "horovod", "chakra"
+    framework: str  # in small letters, such as "pytorch"
     events: Events
     rank: int | None = None
     world_size: int | None = None

@@ -18,10 +18,11 @@ from headway.errors import TraceError, one_line
 from headway.interop.readers import execution_trace, flight_recorder
 from headway.interop.readers.document import Found, Sources, head_of, on_disk, read_document
 from headway.interop.readers.foreign import Companion, ForeignRank, Reading
-from headway.interop.readers.formats import FORMATS, Format
+from headway.interop.readers.formats import GROUP, Reader, readers, recognised, why_not_recognised
 from headway.interop.readers.numbering import number_collectives
 from headway.interop.readers.ranks import Job, settle
 from headway.model import ModelSpec
+from headway.plugins import PluginFaultError, is_own, why_unusable
 from headway.trace.folder import write_trace
 from headway.trace.format import ClockFit, Manifest, RankInfo
 
@@ -32,7 +33,7 @@ MOST_WORKERS = 8
 SAFE_PATH = "PYTHONSAFEPATH"  # Python's own, which is what its option -P is
 AHEAD = 2  # documents that each process has before it
 
-Documents = Sequence[tuple[Found, Format]]
+Documents = Sequence[tuple[Found, Reader]]
 Waiting = Future[Reading | TraceError]
 
 
@@ -154,14 +155,25 @@ def _unpacked_bytes(found: Found) -> int:
 
 
 def _outcome(
-    found: Found, chosen: Format, companions: Sequence[Companion], lenient: bool
+    found: Found, reader: Reader, companions: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
     try:
-        return chosen.read(read_document(found, lenient=lenient), companions)
+        reading: object = reader.read(read_document(found, lenient=lenient), companions)
     except TraceError as failure:
         return failure
     except MemoryError:
         return TraceError(f"{found.name} takes more memory than there is", got=f"{found.size_bytes} bytes")
+    except Exception as error:
+        if is_own(reader):
+            raise
+        return _fault(found, reader, f"it raised {type(error).__name__}: {error}")
+    return reading if isinstance(reading, Reading) else _fault(found, reader, "it returned no Reading")
+
+
+def _fault(found: Found, reader: Reader, reason: str) -> TraceError:
+    """What is wrong with a reader of another package, as text, which goes from one process to another."""
+    fault = PluginFaultError("reader", reader, one_line(reason))
+    return TraceError(f"{found.name} could not be read: {fault}")
 
 
 def _read_apart(
@@ -169,8 +181,7 @@ def _read_apart(
 ) -> Reading | TraceError:
     """Read one document in a process of its own."""
     assert path is not None
-    chosen = next(one for one in FORMATS if one.name == format_name)
-    return _outcome(on_disk(path), chosen, companions, lenient)
+    return _outcome(on_disk(path), readers()[format_name], companions, lenient)
 
 
 AUTO = "auto"
@@ -196,9 +207,10 @@ def import_trace(
 ) -> Imported:
     """Read what ``source`` (a file, a folder, an archive) holds of a job and write it to ``out``, a folder, as a trace.
 
-    ``format_name`` is one of FORMATS, or AUTO. ``lenient`` keeps what can be kept of damaged input; the trace's notes
-    say what was dropped. ``workers`` processes read at a time; more than one needs a main module that can be imported
-    (as ``multiprocessing`` does). Raises TraceError where nothing can be imported, input is damaged, or ``out`` exists.
+    ``format_name`` is AUTO or the name of one of ``readers``. ``lenient`` keeps what can be kept of damaged input; the
+    trace's notes say what was dropped. ``workers`` processes read at a time; more than one needs a main module that
+    can be imported (as ``multiprocessing`` does). Raises TraceError where nothing can be imported, input is damaged,
+    or ``out`` exists.
     """
     files.check_absent(out, TraceError)
     with Sources(source, lenient=lenient) as sources:
@@ -225,50 +237,53 @@ def import_trace(
 
 def sort_out(
     found: Sequence[Found], format_name: str, unreadable: list[str] | None = None
-) -> tuple[list[tuple[Found, Format]], list[str]]:
-    """Which format each document is of; and what is of none.
+) -> tuple[list[tuple[Found, Reader]], list[str]]:
+    """What reads each document; and the names of documents that nothing reads.
 
     What cannot be read is said in ``unreadable``. Raises TraceError where there is no such list, or no document.
     """
     if format_name != AUTO:
-        chosen = next((one for one in FORMATS if one.name == format_name), None)
-        if chosen is None:
-            raise TraceError(
-                "no such format", got=format_name, expected=", ".join([AUTO, *(one.name for one in FORMATS)])
-            )
-        return [(one, chosen) for one in found], []
-    known: list[tuple[Found, Format]] = []
+        if format_name not in readers():
+            if why_not := why_unusable(GROUP, format_name):
+                raise TraceError(why_not)
+            raise TraceError("no such format", got=format_name, expected=", ".join([AUTO, *readers()]))
+        return [(file, readers()[format_name]) for file in found], []
+    readable: list[tuple[Found, Reader]] = []
     left_out = []
-    for one in found:
+    why_not = ""
+    for file in found:
         try:
-            head = head_of(one)
+            head = head_of(file)
         except TraceError as failure:
             if unreadable is None:
                 raise
             unreadable.append(f"Left out: {failure}")
             continue
-        recognised = next((each for each in FORMATS if each.recognises(one.name, head)), None)
-        if recognised is None:
-            left_out.append(one.name)
+        reader = recognised(file.name, head)
+        if reader is None:
+            left_out.append(file.name)
+            why_not = why_not or why_not_recognised(file.name, head)
         else:
-            known.append((one, recognised))
-    if not known:
+            readable.append((file, reader))
+    if not readable and why_not:
+        raise TraceError(why_not)
+    if not readable:
         raise TraceError(
             "no file of a known format",
             got=f"{len(found)} file{'s' if len(found) > 1 else ''}, such as {found[0].name}",
-            expected=", ".join(one.title for one in FORMATS),
+            expected=", ".join(reader.title for reader in readers().values()),
             fix="If it is one of these, name it with --format.",
         )
-    return _once(known), left_out
+    return _once(readable), left_out
 
 
-def _once(known: list[tuple[Found, Format]]) -> list[tuple[Found, Format]]:
-    """JAX and TensorFlow write one recording in several forms side by side: the XSpace says most."""
-    whole = {str(PurePath(found.name).parent) for found, chosen in known if chosen.name == "xplane"}
+def _once(readable: list[tuple[Found, Reader]]) -> list[tuple[Found, Reader]]:
+    """Without documents beside which the same recording lies in a fuller format."""
+    formats = {(str(PurePath(file.name).parent), reader.name) for file, reader in readable}
     return [
-        (found, chosen)
-        for found, chosen in known
-        if chosen.name != "jax" or str(PurePath(found.name).parent) not in whole
+        (file, reader)
+        for file, reader in readable
+        if not any((str(PurePath(file.name).parent), fuller) in formats for fuller in reader.yields_to)
     ]
 
 

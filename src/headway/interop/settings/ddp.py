@@ -8,7 +8,6 @@ from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.python_passes import in_torch, literal, python_file
 from headway.scheduling.fusion import MIB, bucket_caps_mb
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
@@ -32,37 +31,12 @@ def wrap(module, **options):
     return wrapped
 """
 
-_LOCAL = """
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn.parallel import DistributedDataParallel
-{imports}
-STEPS = {steps}  # of each rank in a period
-{passes}
-
-def wrap(module, **options):
-    \"\"\"The module in DistributedDataParallel, whose gradients stay each rank's own.\"\"\"
-{prepare}    wrapped = DistributedDataParallel(module, **{{**options, "broadcast_buffers": False}})
-    state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
-    wrapped.register_comm_hook(state, post_localSGD_hook)
-    return wrapped
-
-
-def wrap_optimizer(optimizer, process_group=None):
-    \"\"\"The optimizer, after every period of which parameters are averaged. The averager counts steps from 0.\"\"\"
-    averager = PeriodicModelAverager(period=STEPS, warmup_steps=STEPS - 1, process_group=process_group)
-    return PostLocalSGDOptimizer(optimizer, averager)
-"""
-
 
 def settings(asked: Asked) -> Settings:
-    """DDP's arguments for a plan of buckets, or torch's own local SGD.
+    """DDP's arguments for a plan of buckets.
 
     Raises PlanError for other plans, and for buckets by name where no model says how large they are.
     """
-    if isinstance(asked.data, LocalSGDStrategy):
-        return _local_sgd(asked, asked.data)
     kinds = (DistributedDataParallelStrategy, ParameterServerStrategy, DecoupledStrategy)
     strategy = bucketed(asked, DDP, kinds)
     if strategy is None:
@@ -70,7 +44,7 @@ def settings(asked: Asked) -> Settings:
     arguments, lacks = _arguments(asked, strategy)
     hook, lost = _hook(strategy)
     told = in_torch(asked.plan.passes)
-    lacks += [*_of_pipeline(asked), *lost, *unexpressed(asked, told.lacks)]
+    lacks += [*of_pipeline(asked), *lost, *unexpressed(asked, told.lacks)]
     gist = ", ".join([_gist(arguments), *told.gists]) + (f", and the hook {hook}" if hook else "")
     body = _WRAP.format(
         arguments=literal(arguments),
@@ -88,7 +62,8 @@ def settings(asked: Asked) -> Settings:
     return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})
 
 
-def _of_pipeline(asked: Asked) -> list[str]:
+def of_pipeline(asked: Asked) -> list[str]:
+    """What DDP does not do of a plan's pipelines."""
     if asked.pipeline is None:
         return []
     return [
@@ -155,23 +130,3 @@ def _gist(arguments: dict[str, Any]) -> str:
         return f"bucket_cap_mb_list with caps for {len(caps)} bucket{'s' * (len(caps) > 1)}"
     cap = arguments["bucket_cap_mb"]
     return "its default buckets" if cap is None else f"bucket_cap_mb={cap:g}"
-
-
-def _local_sgd(asked: Asked, strategy: LocalSGDStrategy) -> Settings:
-    lacks = []
-    if strategy.outer is not None:
-        lacks.append("the outer optimizer: ranks go on with the mean of their models, so it trains otherwise")
-    if strategy.moments == "averaged":
-        lacks.append("the optimizer's state: it stays each rank's own")
-    if strategy.buffers == "averaged":
-        lacks.append("the buffers of normalisation layers: they stay each rank's own")
-    told = in_torch(asked.plan.passes)
-    lacks += [*_of_pipeline(asked), *unexpressed(asked, told.lacks)]
-    gist = ", ".join([f"torch's local SGD with a period of {strategy.steps} steps", *told.gists])
-    use = f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}.{told.use}"
-    body = _LOCAL.format(
-        steps=strategy.steps, imports=told.imports, passes=told.code,
-        prepare=told.call("module"),
-    )  # fmt: skip
-    text = python_file(gist, tuple(lacks), body)
-    return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})

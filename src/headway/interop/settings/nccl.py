@@ -19,9 +19,9 @@ from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.tuner_table import ANY, ANY_SIZE, COLLECTIVES, TunerRule, table
 from headway.simulator.expectation import collectives_error
 from headway.strategies.base import DATA
-from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.registry import plugin_of
 from headway.tool_settings import Settings
 
 NCCL, RCCL = "NCCL", "RCCL"
@@ -237,11 +237,12 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
         choices = {
             f: RING if name == RING and not data.by_size else None for f, name in _halves(data).items()
         }
-    elif isinstance(data, DistributedDataParallelStrategy | LocalSGDStrategy):
-        choices = {"allreduce": None}
+    elif data is not None and (functions := plugin_of(data).library_calls):
+        choices = dict.fromkeys(functions)
     else:
         asked.refuse(
-            library, f"ddp, decoupled or local-sgd along {DATA}: others send messages, without an algorithm"
+            library,
+            f"a strategy such as ddp or decoupled along {DATA}: others send messages, without an algorithm",
         )
     if _replayed_as_rings(asked):
         choices = dict.fromkeys(choices, RING)

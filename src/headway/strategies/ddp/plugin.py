@@ -35,6 +35,7 @@ CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 
 class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
     policy = DistributedDataParallelStrategy
+    library_calls = ("allreduce",)
     usual = ("",)
     measured_after_recordings = True
 

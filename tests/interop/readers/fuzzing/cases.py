@@ -21,11 +21,12 @@ from tests.interop.readers.fuzzing.wire_harm import harmed_frames, harmed_messag
 
 from headway.diagnosis import diagnose
 from headway.errors import UserError
-from headway.interop.readers.formats import FORMATS
+from headway.interop.readers.formats import readers
 from headway.interop.readers.importing import import_trace
 from headway.trace.folder import load_trace
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+# Their documents by patterns of paths, in FIXTURES where they are relative.
 JOBS: dict[str, list[str]] = {
     "kineto": ["kineto/rank?.json.gz"],
     "kineto with companions": ["kineto/*.gz"],
@@ -34,19 +35,6 @@ JOBS: dict[str, list[str]] = {
     "chakra": ["chakra/gloo.0.et.gz"],
     "chakra as text": ["chakra/text.*.et"],
     "chakra, small": ["chakra/dependent.0.et"],
-    "xplane of jax": ["jax/pair?.xplane.pb"],
-    "xplane of jax, unmarked": ["jax/bare.xplane.pb"],
-    "xplane of tensorflow": ["tensorflow/fit?.xplane.pb"],
-    "xplane of tensorflow, loop": ["tensorflow/loop?.xplane.pb"],
-    "jax": ["jax/pair?.trace.json.gz"],
-    "jax for perfetto": ["jax/single.perfetto_trace.json.gz"],
-    "jax of tensorflow": ["tensorflow/loop0.trace.json.gz"],
-    "mxnet": ["mxnet/module/*.json"],
-    "mxnet with two servers": ["mxnet/two_servers/*.json"],
-    "mxnet, killed": ["mxnet/killed/*.json"],
-    "mxnet on horovod": ["mxnet/horovod/*.json"],
-    "horovod": ["horovod/arrivals.json"],
-    "horovod, unmarked": ["horovod/unmarked.json"],
 }
 LIMIT_S = 5.0
 LIMIT_BYTES = 150 * 2**20  # the libraries that a first case loads, and
@@ -83,7 +71,8 @@ class Outcome:
 @cache
 def _documents(job: str) -> dict[str, bytes]:
     """The fixtures of a job, unpacked."""
-    paths = sorted({path for pattern in JOBS[job] for path in FIXTURES.glob(pattern)})
+    patterns = [FIXTURES / pattern for pattern in JOBS[job]]
+    paths = sorted({path for pattern in patterns for path in pattern.parent.glob(pattern.name)})
     assert paths, job
     data = {path.name: path.read_bytes() for path in paths}
     return {name: gzip.decompress(one) if name.endswith(".gz") else one for name, one in data.items()}
@@ -131,7 +120,7 @@ def make_case(draw: random.Random, job: str, *, events: int = 0) -> Case:
     if draw.random() < 0.05:
         name = draw.choice(sorted(packed))
         packed[re.sub(r"\d", draw.choice(("", "7", "99999999", "-1", "\x1b[31m")), name)] = packed.pop(name)
-    forced = draw.choice([one.name for one in FORMATS]) if draw.random() < 0.05 else "auto"
+    forced = draw.choice(list(readers())) if draw.random() < 0.05 else "auto"
     return Case(job, packed, draw.random() < 0.6, forced)
 
 
@@ -185,6 +174,8 @@ def _imported(case: Case, folder: Path) -> Outcome:
         kind, said = REFUSED, str(failure)
         if len(said.splitlines()) != 1 or not said.isprintable():
             kind = WORDY
+        elif "cannot be used: it raised" in said:  # what a reader of another package raised
+            kind = CRASHED
     except Exception:
         kind, said = CRASHED, traceback.format_exc()
     if kind == IMPORTED:

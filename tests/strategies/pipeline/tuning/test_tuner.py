@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.strategies.pipeline.tuning.simulated import followed
 
 from headway.cluster import Cluster, Host, SlowPath
 from headway.graph.computation import Computation, Item, Part, Timeline
@@ -11,7 +12,6 @@ from headway.model import ModelSpec
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.tuning.follower import decision_document, decision_from
 from headway.strategies.pipeline.tuning.observed import Columns
-from headway.strategies.pipeline.tuning.simulated import followed
 from headway.strategies.pipeline.tuning.tuner import PlayedSteps, Tuner, candidates_of, step_times_ms
 
 RANKS, MICRO_BATCHES, BOUNDARY_BYTES = 4, 8, 2**20

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import CommunicationError, InternalError, UserError
+from headway.errors import InternalError, UserError
 from headway.strategies.partial_all_reduce.coordinator import messages, transport
 from headway.strategies.partial_all_reduce.coordinator.journal import Journal
 from headway.strategies.partial_all_reduce.coordinator.ledger import Ledger, MakeGenerator
@@ -204,35 +204,6 @@ async def _write(context: Context, stream: Stream, sending: asyncio.Lock) -> Non
         message = messages.encode(await stream.next())
         async with sending:
             await context.write(message)
-
-
-class ServerThread:
-    """A coordinator in this process, on the thread of ``background``."""
-
-    def __init__(
-        self,
-        make_generator: MakeGenerator,
-        description: str,
-        options: ServiceOptions,
-        listen: str = "127.0.0.1:0",
-    ) -> None:
-        from headway.strategies.partial_all_reduce.coordinator import client
-
-        self._loop = client.loop()
-        self._server = Server(make_generator, description, options)
-        self._run(self._server.start(listen))
-        self.address = self._server.address
-
-    def close(self) -> None:
-        """End it."""
-        self._run(self._server.stop())
-
-    def _run(self, work: Any, timeout_s: float = 30.0) -> None:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            future.result(timeout_s)
-        except TimeoutError:
-            raise CommunicationError("the coordinator did not answer in time") from None
 
 
 def serve(
