@@ -11,13 +11,13 @@ from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.draft import ScheduleDrafter, ScheduleOptions
-from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES, Part, whole
 from headway.scheduling.fusion import bucket_caps_mb
 from headway.scheduling.partition import Groups
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.planner.drafts import ScheduleDrafter, ScheduleOptions
+from headway.strategies.decoupled.planner.surrogate import Predictor
 from headway.strategies.decoupled.policy import strategy_of
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import micro_batches

@@ -18,8 +18,8 @@ from headway.optimization.candidate import Candidate
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.planning import time_limit
-from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
+from headway.strategies.decoupled.planner.search import plan
 from headway.strategies.decoupled.policy import DecoupledStrategy
 
 MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -12,8 +12,6 @@ from tests.planning.jobs import MS, PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import Host
 from headway.job import Job
-from headway.planning import planner
-from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.adaptive.tuning import planned
 from headway.strategies.adaptive.tuning.planned import (
@@ -27,8 +25,10 @@ from headway.strategies.adaptive.tuning.proposals import (
 )
 from headway.strategies.adaptive.tuning.servers import servers_for
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.planner import search
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
+from headway.strategies.parameter_server.shares import shares_on
 
 STOCK = DistributedDataParallelStrategy()
 SMALLER = DistributedDataParallelStrategy(bucket_cap_mb=1)
@@ -100,11 +100,11 @@ def test_the_other_form_is_a_candidate_where_it_promises_more_with_as_many_chann
         ("gradients", (100.0, 90.0)), ("parameters", parameters_ms)
     )  # fmt: skip
     rows = [
-        planner.PlannedSchedule(replace(one, gather=form, channels=channels), ms * MS)
+        search.PlannedSchedule(replace(one, gather=form, channels=channels), ms * MS)
         for form, own in forms
         for channels, ms in enumerate(own, start=1)
     ]
-    found = planner.Planned(tuple(sorted(rows, key=lambda each: each.step_ns)), len(rows))
+    found = search.Planned(tuple(sorted(rows, key=lambda each: each.step_ns)), len(rows))
     assert sorted(each.channels for each in planned._of_other_form(found, "gradients")) == tried
 
 

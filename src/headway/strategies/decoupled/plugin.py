@@ -11,11 +11,11 @@ from headway.compression.cast import Cast
 from headway.compression.codec import takes_all
 from headway.job import Job
 from headway.planning.bound import bound_of
-from headway.planning.planner import plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.decoupled import footprint
 from headway.strategies.decoupled.permitted import as_run, permitted_forms
+from headway.strategies.decoupled.planner.search import plan
 from headway.strategies.decoupled.policy import (
     DecoupledStrategy,
     OnStockDdp,

@@ -9,13 +9,13 @@ from headway.collectives.algorithms import NCCL, SERVERS
 from headway.collectives.servers import EVENLY
 from headway.job import Job
 from headway.planning.bound import bound_of
-from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
 from headway.strategies.parameter_server import footprint
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
+from headway.strategies.parameter_server.shares import shares_on
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:

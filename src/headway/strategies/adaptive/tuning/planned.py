@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
 from headway.model import ModelSpec
-from headway.planning import planner
-from headway.planning.disturbed_step import predict_disturbed, undisturbed
-from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
 from headway.strategies.adaptive.tuning.proposals import (
@@ -20,6 +17,8 @@ from headway.strategies.adaptive.tuning.proposals import (
 )
 from headway.strategies.adaptive.tuning.servers import servers_for
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.planner import search
+from headway.strategies.decoupled.planner.surrogate import Predictor, predict_disturbed, undisturbed
 from headway.strategies.decoupled.policy import DecoupledStrategy
 
 MOST_PLANNED = 3
@@ -138,7 +137,7 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     channels = min(2, question.channels)
     profile = undisturbed(seen, question.in_force)
     predict = cache(partial(predict_disturbed, Predictor(model, profile, learned.cluster, costs=seen.costs)))
-    found = planner.plan(
+    found = search.plan(
         learned.job(model), forms=question.forms, channels=range(1, channels + 1), effort=EFFORT
     ).predicted_anew(predict)
     home = question.in_force.gather
@@ -218,7 +217,7 @@ def ordered(model: ModelSpec, learned: Learned) -> ModelSpec:
     return model.model_copy(update=orders)
 
 
-def _worth_trying(found: planner.Planned, home: GatherMode) -> list[BucketSchedule]:
+def _worth_trying(found: search.Planned, home: GatherMode) -> list[BucketSchedule]:
     """The best of the form in force, and of others that promise more, with each number of channels.
 
     What comes next is left out where it is much like another. Predictions are too close for one number of channels to
@@ -237,9 +236,9 @@ def _worth_trying(found: planner.Planned, home: GatherMode) -> list[BucketSchedu
     return [*first, *other][:MOST_PLANNED]
 
 
-def _of_other_form(found: planner.Planned, home: GatherMode) -> list[BucketSchedule]:
+def _of_other_form(found: search.Planned, home: GatherMode) -> list[BucketSchedule]:
     """For each number of channels the best of another form, where that promises to be faster with as many channels."""
-    best: dict[tuple[bool, int], planner.PlannedSchedule] = {}
+    best: dict[tuple[bool, int], search.PlannedSchedule] = {}
     for each in found.schedules:
         best.setdefault((each.schedule.gather == home, each.schedule.channels), each)
     return [

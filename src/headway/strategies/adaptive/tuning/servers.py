@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headway.planning.server_shares import shares_on
 from headway.strategies.adaptive.tuning.proposals import Question
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
+from headway.strategies.parameter_server.shares import shares_on
 
 MOST_KEY_MB = 16.0  # and half of the model at the most
 SMALLER = 4  # as many times smaller are the other keys that are tried

@@ -1,7 +1,7 @@
 """The planner: bucket schedules for a recorded step, proposed, predicted and improved within seconds.
 
-It starts from published fusion policies and from caps of many sizes, predicts each with ``predict.Predictor``, and goes
-on from the best by local search. Everything is deterministic.
+It starts from published fusion policies and from caps of many sizes, predicts each with ``surrogate.Predictor``, and
+goes on from the best by local search. Everything is deterministic.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.planning.algorithm_choices import algorithm_choices
-from headway.planning.draft import Groups, ScheduleDrafter, ScheduleOptions
 from headway.planning.link_cost import LinkCosts
-from headway.planning.refine import refine
-from headway.planning.starts import starting_groups
-from headway.planning.surrogate import Predictor
 from headway.planning.time_limit import time_is_up
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
+from headway.strategies.decoupled.planner.drafts import (
+    DraftGroups,
+    ScheduleDrafter,
+    ScheduleOptions,
+    refine,
+    starting_groups,
+)
+from headway.strategies.decoupled.planner.surrogate import Predictor
 
 _EARLY_GATHER_THRESHOLDS = (None, 0.0, 0.5, 1.0)
 
@@ -51,7 +55,7 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class _Draft:
     cost_ns: float
-    groups: Groups
+    groups: DraftGroups
     options: ScheduleOptions
 
 
@@ -109,7 +113,7 @@ def _early_gather_thresholds(form: GatherMode) -> tuple[float | None, ...]:
 
 
 def _predicted(
-    drafter: ScheduleDrafter, starts: Iterable[Groups], choices: Sequence[ScheduleOptions]
+    drafter: ScheduleDrafter, starts: Iterable[DraftGroups], choices: Sequence[ScheduleOptions]
 ) -> list[_Draft]:
     drafts = [
         _Draft(drafter.cost_ns(groups, options), groups, options) for groups in starts for options in choices
