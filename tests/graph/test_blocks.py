@@ -15,7 +15,7 @@ from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.simulation.engine import play
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.ddp.reactions import Reactions
+from headway.strategies.ddp_steps import Reactions
 
 JOB = layered_job([1_000_000] * 6)
 STEP = JOB.profile.timeline()

@@ -14,7 +14,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of, plugins
+from headway.strategies.registry import plugin_of, plugins, without_a_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ def parallelize(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
     torch_private.let_gloo_finish_in_time()
-    strategy = WITHOUT_A_PLAN
+    strategy = without_a_plan()
     planned = plan if isinstance(plan, Strategy) else plan and plan.strategy
     if isinstance(planned, PipelineStrategy | MeshStrategy):
         _check_updates(optimizer, model)

@@ -20,8 +20,9 @@ from headway.collectives import native
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COMPRESSED
 from headway.compression.codec import MOST_EXCHANGES, Codec, Sent
 from headway.plugins import PluginFaultError, is_own
+from headway.scheduling.ddp_buckets import COMPRESSED_CHANNELS
 from headway.strategies.ddp.feedback import Feedback
-from headway.strategies.ddp.policy import COMPRESSED_CHANNELS, DistributedDataParallelStrategy
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.ddp.sending import Outgoing, computed_type, send
 from headway.strategies.live.channels.communication import Job
 from headway.strategies.live.channels.hooked import HookedChannels

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.errors import UnsupportedError
 from headway.strategies.ddp import wire
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy, cap_bytes
+from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.live.stock import bucket_options, keep_compiled_parts, named_buckets
 from headway.strategies.plugin import InForce
 
 
-def takes_a_cap_a_bucket() -> bool:
-    """Whether this torch takes a cap for every bucket."""
-    return "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
-
-
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
-    """The arguments of DistributedDataParallel that ``strategy`` decides, torch's defaults among them.
-
-    They are all there, so that a script's own bucket sizes never stay in force under a plan: None is torch's default.
-    Raises UnsupportedError where this torch does not take a cap for every bucket and the strategy has them.
-    """
-    decided: dict[str, Any] = {"bucket_cap_mb": strategy.bucket_cap_mb}
-    if takes_a_cap_a_bucket():
-        decided["bucket_cap_mb_list"] = list(strategy.bucket_caps_mb) or None
-    elif strategy.bucket_caps_mb:
-        raise UnsupportedError(
-            "this torch cannot give every bucket a size of its own", got=torch.__version__,
-            expected="a DistributedDataParallel that takes bucket_cap_mb_list", fix="Use torch 2.13 or newer.",
-        )  # fmt: skip
-    return decided
+    """The arguments of DistributedDataParallel that ``strategy`` decides. Raises as ``bucket_options``."""
+    return bucket_options(strategy.bucket_cap_mb, strategy.bucket_caps_mb)
 
 
 def wrap(
@@ -61,17 +42,6 @@ def take_over(
         wire.install(wrapped, strategy)
 
 
-def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, Any]) -> None:
-    """Have a model compiled in the parts that the script's own options, ``given``, ask for, whenever it is.
-
-    Scripts compile before they wrap, or what they have wrapped. Then gradients are there when they were as the job was
-    recorded; and caps below a MiB, which compiling does not take, are for buckets alone.
-    """
-    compiled = any(torch_private.is_compiled(module) for module in wrapped.module.modules())
-    if compiled or torch_private.ddp_keeps_its_cap(wrapped):
-        torch_private.compile_in_parts_of(wrapped, cap_bytes(given.get("bucket_cap_mb")))
-
-
 def in_force(wrapped: nn.Module) -> InForce | None:
     """What DDP does for a model that it wraps."""
     if not isinstance(wrapped, DistributedDataParallel):
@@ -85,9 +55,3 @@ def in_force(wrapped: nn.Module) -> InForce | None:
     if (sent_as := wire.installed(wrapped)) is not None:
         in_force["wire"] = sent_as
     return InForce(in_force, named_buckets(wrapped))
-
-
-def named_buckets(wrapped: DistributedDataParallel) -> tuple[tuple[str, ...], ...]:
-    """The buckets that DDP has now, by the names of their parameters."""
-    names = [name for name, p in wrapped.module.named_parameters() if p.requires_grad]
-    return tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(wrapped))

@@ -1,10 +1,10 @@
-"""What makes a model unfit for the decoupled all-reduce."""
+"""What makes a model unfit for the decoupled all-reduce, and what of DistributedDataParallel it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +18,18 @@ from headway.strategies.live.module_spec import check_dense_gradients
 
 DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:
+    """Raise UnsupportedError for ``what``."""
+    raise UnsupportedError(f"{what} is not supported by the decoupled all-reduce", fix=fix)
+
+
+def refuse_options(**options: Any) -> None:
+    """Raise UnsupportedError for the first option that was given a value."""
+    for name, value in options.items():
+        if value is not None and value is not False and value != []:
+            refuse(f"{name}={value if isinstance(value, bool | int | list) else '…'}")
 
 
 def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:

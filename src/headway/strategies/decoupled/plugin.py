@@ -16,15 +16,9 @@ from headway.strategies.base import Strategy
 from headway.strategies.decoupled import footprint
 from headway.strategies.decoupled.permitted import as_run, permitted_forms
 from headway.strategies.decoupled.planner.search import plan
-from headway.strategies.decoupled.policy import (
-    DecoupledStrategy,
-    OnStockDdp,
-    has_wire,
-    strategy_of,
-)
+from headway.strategies.decoupled.policy import DecoupledStrategy, strategy_of
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
-from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -33,6 +27,8 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+    from headway.strategies.candidates import Candidate, Question
+    from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 
 BFLOAT16 = Cast(dtype="bfloat16")
 CAST_CAPS_BYTES = (2**18, 2**20, 2**22, 2**24)
@@ -62,7 +58,7 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         return sum(select(ALL_GATHER, size, world_size, library).pieces for size in sizes)
 
     def as_run(self, strategy: DecoupledStrategy, job: Job) -> Strategy:
-        return as_run(strategy, job) if strategy.begin_as is None else strategy.begin_as
+        return as_run(strategy, job)
 
     def without_own_costs(self, cluster: Cluster) -> Cluster:
         own = (*RUNTIME_COSTS, BACKGROUND_UPDATE)
@@ -90,23 +86,16 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         bound = min((bound_of(job, form) for form in forms), key=lambda each: each.step_ns)
         return Proposal.within(tuple(found), bound, note)
 
-    def adapting(self, strategy: Strategy) -> DecoupledStrategy | None:
-        # What it would change to sends gradients as they are.
-        if isinstance(strategy, OnStockDdp) and not has_wire(strategy):
-            return DecoupledStrategy(adapt=True, begin_as=strategy)
-        if isinstance(strategy, DecoupledStrategy) and strategy.wire is None:
-            return strategy.model_copy(update={"adapt": True})
-        return None
+    def worth_trying(self, question: Question) -> Sequence[Candidate]:
+        from headway.strategies.decoupled.shortlist import worth_trying
 
-    def for_workers(self, strategy: DecoupledStrategy) -> DecoupledStrategy | None:
-        if not strategy.adapt:
-            return None
+        return worth_trying(question)
+
+    def for_any_workers(self, strategy: DecoupledStrategy) -> DecoupledStrategy:
         of_ranks: dict[str, object] = {
             "reduce_scatter": RING, "all_gather": RING, "by_size": (), "ring_order": (),
         }  # fmt: skip
-        if isinstance(begins := strategy.begin_as, ParameterServerStrategy):
-            of_ranks["begin_as"] = begins.model_copy(update={"shares": (), "pieces": 1})
-        return strategy.model_copy(update={**of_ranks, "tune": True})
+        return strategy.model_copy(update=of_ranks)
 
     def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
         had, known = "", []
@@ -120,6 +109,13 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         from headway.strategies.decoupled import runtime
 
         return runtime.wrap(module, strategy, **ddp_options)
+
+    def live_runtime(
+        self, module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any
+    ) -> DecoupledDataParallel:
+        from headway.strategies.decoupled import runtime
+
+        return runtime.unseen(module, strategy, **ddp_options)
 
     @property
     def injection(self) -> Injection[DecoupledStrategy]:

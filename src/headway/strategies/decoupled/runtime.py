@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 from torch import nn
 
 from headway.errors import UserError
 from headway.job import Job
-from headway.strategies.decoupled.checks import check_module
+from headway.strategies.decoupled.checks import check_module, refuse_options
 from headway.strategies.decoupled.policy import DecoupledStrategy, options_of
-from headway.strategies.decoupled.refused import refuse_options
 from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.plugin import InForce
 
-__all__ = ["DecoupledDataParallel", "in_force", "live_options", "refusal", "wrap"]
+__all__ = ["DecoupledDataParallel", "in_force", "live_options", "refusal", "unseen", "wrap"]
 
 
 def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
@@ -27,24 +27,25 @@ def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> 
     return DecoupledDataParallel(module, **live_options(strategy, module), **ddp_options)
 
 
+def unseen(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
+    """As ``wrap``, but told to nobody who watches or replaces what scripts wrap."""
+    wrapped = object.__new__(DecoupledDataParallel)
+    init = inspect.unwrap(DecoupledDataParallel.__init__)
+    init(wrapped, module, **live_options(strategy, module), **ddp_options)
+    return wrapped
+
+
 def live_options(strategy: DecoupledStrategy, module: nn.Module) -> dict[str, Any]:
     """The arguments of DecoupledDataParallel that ``strategy`` decides for ``module``.
 
     Raises PlanError where the strategy does not fit the module.
     """
-    decoupled = strategy.model_copy(update={"begin_as": None})
-    return {
-        "schedule": decoupled.decide(Job.of(model_spec(module))),
-        "tune": strategy.tune, "adapt": strategy.adapt, "begin_as": strategy.begin_as,
-    }  # fmt: skip
+    return {"schedule": strategy.decide(Job.of(model_spec(module)))}
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:
-    """What a decoupled model does now, after whatever tuning and its optimizer made of its plan.
-
-    None where that is what stock DDP does.
-    """
-    if not isinstance(wrapped, DecoupledDataParallel) or wrapped.is_stock:
+    """What a decoupled model does now, after whatever its optimizer made of its plan."""
+    if not isinstance(wrapped, DecoupledDataParallel):
         return None
     # The engine's, which an optimizer may have had gather gradients after all.
     schedule = wrapped.schedule if wrapped.engine is None else wrapped.engine.schedule

@@ -7,7 +7,7 @@ from dataclasses import replace
 from headway.collectives.program import scratch_numel_of
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.ddp import footprint as ddp
+from headway.strategies import ddp_steps as ddp
 from headway.strategies.footprint import Footprint
 
 

@@ -15,7 +15,6 @@ from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
 from headway.strategies.parameter_server import footprint
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
-from headway.strategies.parameter_server.shares import shares_on
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+    from headway.strategies.candidates import Candidate, Question
+    from headway.strategies.live.stock import StockSteps
 
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 PIECES_OF_UNEQUAL = (4, 16)
@@ -59,6 +60,8 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
             for channels in CHANNELS
             for cap in CAPS_MB
         ]
+        from headway.strategies.parameter_server.shares import shares_on
+
         if unequal := shares_on(job.on):
             proposed += [
                 ParameterServerStrategy(bucket_cap_mb=cap, channels=channels, shares=unequal, pieces=pieces)
@@ -77,6 +80,19 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         from headway.strategies.parameter_server import runtime
 
         return runtime.wrap(module, strategy, **ddp_options)
+
+    def worth_trying(self, question: Question) -> Sequence[Candidate]:
+        from headway.strategies.parameter_server.shares import worth_trying
+
+        return worth_trying(question)
+
+    def on_stock_ddp(self, strategy: ParameterServerStrategy) -> StockSteps:
+        from headway.strategies.parameter_server import runtime
+
+        return runtime.on_stock_ddp(strategy)
+
+    def for_any_workers(self, strategy: ParameterServerStrategy) -> ParameterServerStrategy:
+        return strategy.model_copy(update={"shares": (), "pieces": 1})
 
     @property
     def injection(self) -> Injection[ParameterServerStrategy]:

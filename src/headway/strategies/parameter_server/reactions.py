@@ -7,7 +7,7 @@ from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.ddp import reactions as ddp
+from headway.strategies import ddp_steps as ddp
 
 
 class Reactions(ddp.Reactions):

@@ -1,8 +1,10 @@
-"""How much each worker should serve where links are unequal: so that the slowest carries the least that it has to."""
+"""How much each worker should serve where links are unequal: so that the slowest carries as little as possible."""
 
 from __future__ import annotations
 
 from headway.cluster import Cluster
+from headway.strategies.candidates import Candidate, Question
+from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 
 LEAST_DIFFERENCE = 0.1
 """By so much the rates of links have to differ."""
@@ -54,3 +56,38 @@ def _rates(cluster: Cluster) -> list[float]:
         )
         for host in cluster.hosts
     ]
+
+
+MOST_KEY_MB = 16.0  # and half of the model at the most
+SMALLER = 4  # as many times smaller are the other keys that are tried
+MOST_PIECES = 16
+
+
+def worth_trying(question: Question) -> list[Candidate]:
+    """Servers that serve as much as their links carry, other than those in force; keys of the largest size first.
+
+    Nothing is predicted of them. Links that are equal now are a reason to try equal shares where those in force are
+    not.
+    """
+    if not question.may_serve or question.learned is None:
+        return []
+    shares = shares_on(question.learned.cluster)
+    begun = question.on_stock_ddp if isinstance(question.on_stock_ddp, ParameterServerStrategy) else None
+    model_mb = question.model.size_bytes / 2**20
+    largest_mb = min(MOST_KEY_MB, model_mb / 2)
+    caps_mb = [largest_mb, largest_mb / SMALLER] if shares else []
+    caps_mb = list(dict.fromkeys(caps_mb if begun is None else [begun.bucket_cap_mb, *caps_mb]))
+    tried = [
+        ParameterServerStrategy(
+            bucket_cap_mb=cap_mb,
+            channels=min(2, question.channels) if begun is None else begun.channels,
+            shares=shares,
+            pieces=_pieces(min(cap_mb, model_mb)) if shares else 1,
+        )
+        for cap_mb in caps_mb
+    ]
+    return [Candidate(name="servers", strategy=strategy) for strategy in tried if strategy != begun]
+
+
+def _pieces(key_mb: float) -> int:
+    return max(1, min(MOST_PIECES, int(key_mb / LEAST_PIECE_MB)))

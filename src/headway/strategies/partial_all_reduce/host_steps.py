@@ -19,7 +19,7 @@ from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
 from headway.simulation.engine import play
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.ddp.reactions import Reactions
+from headway.strategies.ddp_steps import Reactions
 from headway.strategies.slowing import slowed
 
 CHANCE_STEPS = 60  # that are simulated where some are slow by chance

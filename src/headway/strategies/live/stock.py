@@ -1,16 +1,17 @@
-"""Stock DDP in the place of a decoupled wrapper's engine, for as long as that hands its steps over.
+"""torch's DDP as a runtime: it does the steps of a wrapped model until something else takes its place.
 
-A DistributedDataParallel of torch's own is put over the same module, and the wrapper's forward is its forward. The
-wrapper stays what scripts have it for: its hooks, its names, ``no_sync()``, ``join()``, copies. Nothing of the engine
-is left on the way of a step; all that is looked at before a forward is whether other parameters are trained, which
-stock DDP would not notice. Its gradients go through all-reduces of its own, or through servers behind its hook.
+A DistributedDataParallel of torch's own is put over the module that a wrapper holds, and the wrapper's forward is its
+forward. The wrapper stays what scripts have it for: its hooks, its names, ``no_sync()``, ``join()``, copies. It looks
+before a forward whether other parameters are trained, which torch's DDP would not notice. Gradients go through
+all-reduces of its own, or through what a strategy puts behind its hook, such as servers.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,22 +20,77 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.strategies.ddp import runtime as ddp_runtime
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decoupled.policy import OnStockDdp
-from headway.strategies.parameter_server import runtime as server_runtime
+from headway.errors import UnsupportedError
+from headway.scheduling.ddp_buckets import cap_bytes
+from headway.strategies.base import Strategy
+from headway.strategies.live.channels.hooked import HookedBuckets
 
 COUNTED_BY = 8
 """Hooks on about so many parameters count backwards where all are used in each."""
 
 
-class HandingOver(Protocol):
-    """A wrapper whose steps stock DDP may do."""
+def takes_a_cap_a_bucket() -> bool:
+    """Whether this torch takes a cap for every bucket."""
+    return "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def bucket_options(bucket_cap_mb: float | None, bucket_caps_mb: Collection[float] = ()) -> dict[str, Any]:
+    """The arguments of DistributedDataParallel for buckets of these sizes, torch's defaults among them.
+
+    They are all there, so that a script's own bucket sizes never stay in force under a plan: None is torch's default.
+    Raises UnsupportedError where this torch does not take a cap for every bucket and there are some.
+    """
+    options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb}
+    if takes_a_cap_a_bucket():
+        options["bucket_cap_mb_list"] = list(bucket_caps_mb) or None
+    elif bucket_caps_mb:
+        raise UnsupportedError(
+            "this torch cannot give every bucket a size of its own", got=torch.__version__,
+            expected="a DistributedDataParallel that takes bucket_cap_mb_list", fix="Use torch 2.13 or newer.",
+        )  # fmt: skip
+    return options
+
+
+def keep_compiled_parts(wrapped: DistributedDataParallel, script_options: Mapping[str, Any]) -> None:
+    """Have a model compiled in the parts that the script's own options ask for, whenever it is.
+
+    Scripts compile before they wrap, or what they have wrapped. Then gradients are there when they were as the job was
+    recorded; and caps below a MiB, which compiling does not take, are for buckets alone.
+    """
+    compiled = any(torch_private.is_compiled(module) for module in wrapped.module.modules())
+    if compiled or torch_private.ddp_keeps_its_cap(wrapped):
+        torch_private.compile_in_parts_of(wrapped, cap_bytes(script_options.get("bucket_cap_mb")))
+
+
+def named_buckets(wrapped: DistributedDataParallel) -> tuple[tuple[str, ...], ...]:
+    """The buckets that DDP has now, by the names of their parameters."""
+    names = [name for name, p in wrapped.module.named_parameters() if p.requires_grad]
+    return tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(wrapped))
+
+
+def _accepts(_module: nn.Module, _world_size: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class StockSteps:
+    """How torch's DDP does steps under a strategy.
+
+    ``options`` are the arguments of DistributedDataParallel that the strategy decides. ``check`` raises
+    UnsupportedError for a module that cannot be trained so, and PlanError for another number of ranks. ``carry`` puts
+    something in the place of its all-reduces; it is collective.
+    """
+
+    options: Mapping[str, Any]
+    check: Callable[[nn.Module, int], None] = _accepts
+    carry: Callable[[DistributedDataParallel], HookedBuckets] | None = None
+
+
+class Wrapper(Protocol):
+    """A wrapped model whose steps torch's DDP may do."""
 
     module: nn.Module
     require_backward_grad_sync: bool
     require_forward_param_sync: bool
-    forward_sync_buffers: bool
     _join_config: Any
 
 
@@ -46,16 +102,7 @@ def stock_options(*, shares_buffers: bool, batched_grad_copy: bool, **options: A
     return {**options, **copying, sharing: shares_buffers, "init_sync": False}
 
 
-def check_on_stock(module: nn.Module, strategy: OnStockDdp, world_size: int) -> None:
-    """Raise UnsupportedError for what stock DDP over ``module`` cannot have; PlanError for shares of other ranks."""
-    if isinstance(strategy, DistributedDataParallelStrategy):
-        ddp_runtime.options(strategy)  # raises where this torch cannot have such buckets
-    else:
-        server_runtime.check_module(module)
-        strategy.serving.check(world_size)
-
-
-class Stock:
+class StockDdp:
     """Stock DDP over one wrapper's module, with ``options`` of DistributedDataParallel; at first it is not in force.
 
     ``reductions`` counts the backwards that were reduced since it has been in force, if forwards say that they are
@@ -66,8 +113,9 @@ class Stock:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._strategy: OnStockDdp = self.own_strategy  # in force, or the last one that was
-        self._served: server_runtime.Served | None = None  # where servers carry its buckets
+        self._strategy: Strategy | None = None  # in force, or the last one that was
+        self._steps = StockSteps({})  # of that strategy
+        self._carried: HookedBuckets | None = None  # where something carries its buckets
         # Kept when it is no longer in force: graphs that went through it may yet refer to it.
         self._ddp: DistributedDataParallel | None = None
         self.in_force = False  # whether it does the wrapper's steps
@@ -81,13 +129,9 @@ class Stock:
         self._no_join = torch_private.join_config_disabled()
 
     @property
-    def own_strategy(self) -> DistributedDataParallelStrategy:
-        """What it decides with the script's own options."""
-        return DistributedDataParallelStrategy(bucket_cap_mb=self._options.get("bucket_cap_mb"))
-
-    @property
-    def strategy(self) -> OnStockDdp:
+    def strategy(self) -> Strategy:
         """What it decides, where it is in force."""
+        assert self._strategy is not None
         return self._strategy
 
     @property
@@ -97,25 +141,28 @@ class Stock:
         return self._ddp
 
     @property
-    def has_servers(self) -> bool:
-        """Whether servers carry its buckets."""
-        return self._served is not None
+    def reducer(self) -> Any:
+        """The reducer that is in force."""
+        return self.ddp.reducer
 
-    def begin(self, wrapped: HandingOver, strategy: OnStockDdp, accumulated: Collection[int] = ()) -> None:
+    @property
+    def is_carried(self) -> bool:
+        """Whether something else than its own all-reduces carries its buckets."""
+        return self._carried is not None
+
+    def begin(
+        self, wrapped: Wrapper, strategy: Strategy, steps: StockSteps, accumulated: Collection[int] = ()
+    ) -> None:
         """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
 
-        The buckets are those of ``strategy``. Where servers carry them, ``serve`` comes next. ``accumulated`` are the
-        identities of parameters whose gradients a backward has added to that was not reduced.
+        ``steps`` are those of ``strategy``. ``carry`` comes next. ``accumulated`` are the identities of parameters
+        whose gradients a backward has added to that was not reduced.
 
         Ranks have the same parameters and buffers by then.
         """
-        if isinstance(strategy, DistributedDataParallelStrategy):
-            decided = ddp_runtime.options(strategy)
-        else:
-            decided = server_runtime.options(strategy)
-        options = {**self._options, **decided}
+        options = {**self._options, **steps.options}
         self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options, accumulated)
-        self._strategy = strategy
+        self._strategy, self._steps = strategy, steps
         self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
         self.in_force = True
         self.frozen = self.joining = False
@@ -128,16 +175,16 @@ class Stock:
         parameters = self.ddp.module.parameters() if self._accumulates else ()
         return frozenset(id(each) for each in parameters if each.grad is not None)
 
-    def check_reduced(self) -> None:
+    def check_settled(self) -> None:
         """Raise RuntimeError, with torch's explanation, where a backward has left parameters unreduced."""
         torch_private.check_reduced(self.ddp)
 
-    def serve(self) -> None:
-        """Where its strategy is one of servers, have them carry buckets. Collective: every rank has begun."""
-        if not isinstance(self._strategy, DistributedDataParallelStrategy):
-            self._served = server_runtime.Served(self.ddp, self._strategy)
+    def carry(self) -> None:
+        """Have carry buckets what its strategy says. Collective: every rank has begun."""
+        if self._steps.carry is not None:
+            self._carried = self._steps.carry(self.ddp)
 
-    def end(self, wrapped: HandingOver) -> None:
+    def end(self, wrapped: Wrapper) -> None:
         """Leave the module as it was before: no hook, no bucket, and gradients that are their own.
 
         Raises RuntimeError, as stock DDP's next forward would, where a backward has left parameters unreduced.
@@ -145,9 +192,9 @@ class Stock:
         ddp = self.ddp
         self._count_no_more()
         torch_private.let_go_of_reducer(ddp)
-        if self._served is not None:
-            self._served.end(ddp)
-            self._served = None
+        if self._carried is not None:
+            self._carried.end(ddp)
+            self._carried = None
         wrapped.require_forward_param_sync = ddp.require_forward_param_sync
         if self._options.get("gradient_as_bucket_view"):
             for parameter in wrapped.module.parameters():
@@ -155,22 +202,26 @@ class Stock:
                     parameter.grad = parameter.grad.clone()
         self.in_force = False
 
-    def begin_again(self, wrapped: HandingOver, strategy: OnStockDdp) -> None:
-        """Go on with buckets made anew: other parameters are trained, or something else is asked for. Collective."""
-        kept = self._served if strategy == self._strategy else None
+    def begin_again(
+        self, wrapped: Wrapper, strategy: Strategy | None = None, steps: StockSteps | None = None
+    ) -> None:
+        """Go on with buckets made anew: other parameters are trained, or ``strategy`` is another one. Collective."""
+        stays = strategy is None or strategy == self._strategy
+        kept, steps = (self._carried, self._steps) if stays else (None, steps)
+        assert steps is not None
         if kept is not None:
-            self._served = None
+            self._carried = None
         accumulated = self.accumulated
         self.end(wrapped)
-        self.begin(wrapped, strategy, accumulated)
+        self.begin(wrapped, strategy or self.strategy, steps, accumulated)
         if kept is None:
-            self.serve()
+            self.carry()
         else:
-            self._served = kept
+            self._carried = kept
             kept.hook(self.ddp)
 
     def forward(
-        self, wrapped: HandingOver, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+        self, wrapped: Wrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> Any:
         """The forward of ``wrapped``; ``counted`` where its backward is."""
         ddp, synchronises = self.ddp, wrapped.require_backward_grad_sync
@@ -244,7 +295,7 @@ class Stock:
 class _Added:
     """A hook on a parameter that a backward has added to the gradient of."""
 
-    def __init__(self, stock: Stock) -> None:
+    def __init__(self, stock: StockDdp) -> None:
         self._stock = weakref.ref(stock)
 
     def __call__(self, _parameter: Any) -> None:
@@ -257,8 +308,8 @@ class _Reached:
 
     __torch_unserializable__ = True
 
-    def __init__(self, stock: Stock) -> None:
-        self._stock: weakref.ref[Stock] | None = weakref.ref(stock)
+    def __init__(self, stock: StockDdp) -> None:
+        self._stock: weakref.ref[StockDdp] | None = weakref.ref(stock)
 
     def __call__(self, _gradient: Any) -> None:
         stock = None if self._stock is None else self._stock()
@@ -270,7 +321,7 @@ class _Reached:
 class _JoinHook(JoinHook):
     """Stock DDP's, which tells when the ``join()`` has ended."""
 
-    def __init__(self, stock: Stock, own: JoinHook) -> None:
+    def __init__(self, stock: StockDdp, own: JoinHook) -> None:
         self._stock, self._own = stock, own
 
     def main_hook(self) -> None:

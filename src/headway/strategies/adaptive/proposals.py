@@ -8,48 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from headway.cluster import Cluster
-from headway.graph.computation import Computation
-from headway.graph.step_profile import StepProfile
-from headway.job import Job
-from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule, GatherMode
-from headway.strategies.adaptive.tuning.agreement import Agreement
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.base import Strategy
+from headway.strategies.candidates import Candidate, Learned, Question
 from headway.strategies.decisions import Entry
-from headway.strategies.decoupled.policy import DecoupledStrategy, OnStockDdp, strategy_of
-
-
-class TuningEndedError(Exception):
-    """Tuning cannot go on, on any rank; the message says why."""
-
-
-Alternative = DecoupledStrategy | OnStockDdp
-"""What a wrapped model may come to train under."""
-
-
-class Candidate(BaseModel):
-    """A strategy, a decoupled one with its buckets spelled out, and the step predicted of it where anybody did."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    strategy: Alternative
-    predicted_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-
-    @classmethod
-    def of(
-        cls, name: str, schedule: BucketSchedule, model: ModelSpec, predicted_ms: float | None = None
-    ) -> Candidate:
-        """The candidate that decides ``schedule``."""
-        return cls(name=name, strategy=strategy_of(schedule, model), predicted_ms=predicted_ms)
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether it is stock DDP, with all-reduces of its own."""
-        return isinstance(self.strategy, DistributedDataParallelStrategy)
+from headway.strategies.live.agreement import Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,43 +34,6 @@ class Trial:
         if len(times_ms) == 1:
             return cls(candidate, measured_ms)
         return cls(candidate, measured_ms, 2 * statistics.stdev(times_ms) / math.sqrt(len(times_ms)))
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What the steps before taught: their profile, and a share of the cluster's costs.
-
-    The profile is as it was seen: slowed down by the collectives in flight, where the cluster says that they do so.
-    """
-
-    profile: StepProfile
-    cluster: Cluster
-
-    def job(self, model: ModelSpec) -> Job:
-        """The job that was watched, which trains ``model``."""
-        steps = Computation({0: (self.profile.timeline(),)})
-        return Job((model,), self.cluster.world_size, self.cluster, steps)
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed.
-
-    ``in_force`` is the decoupled schedule in force, or the last one that was where ``on_stock_ddp`` says what stock DDP
-    does. ``stock`` is None where stock DDP would not train this script as the decoupled all-reduce does;
-    ``script_stock`` has the script's own buckets, where those in force are others. ``may_serve`` says whether servers
-    could carry its gradients.
-    """
-
-    model: ModelSpec
-    in_force: BucketSchedule
-    forms: tuple[GatherMode, ...]
-    channels: int
-    learned: Learned | None
-    stock: DistributedDataParallelStrategy | None = None
-    on_stock_ddp: OnStockDdp | None = None
-    script_stock: DistributedDataParallelStrategy | None = None
-    may_serve: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +81,7 @@ class Tuned:
     ``note`` says why stock DDP was not tried, where it was not.
     """
 
-    strategy: Alternative
+    strategy: Strategy
     candidates: tuple[Candidate, ...]
     measured_ms: tuple[float, ...]
     chosen: int | None

@@ -1,8 +1,4 @@
-"""The process in which rank 0 plans while training goes on: it is given a question, and writes a shortlist.
-
-Planning some hundred parameters takes seconds, for which all ranks would stand still. What it is given is pickled, as
-it is this program's own.
-"""
+"""Rank 0's plan: a shortlist made here, or in a process of its own while training goes on."""
 
 from __future__ import annotations
 
@@ -15,9 +11,30 @@ import weakref
 from collections.abc import Callable
 from typing import IO
 
+from pydantic import BaseModel, ConfigDict
+
 from headway.strategies import helper_process
-from headway.strategies.adaptive.tuning.planning import Shortlist, planned
-from headway.strategies.adaptive.tuning.proposals import Question
+from headway.strategies.adaptive.shortlist import shortlist
+from headway.strategies.candidates import Candidate, Question
+
+
+class Shortlist(BaseModel):
+    """What rank 0 tells the others: what to try, or why nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    candidates: tuple[Candidate, ...] = ()
+    problem: str = ""
+
+
+def planned(question: Question) -> str:
+    """The shortlist, as JSON."""
+    try:
+        short = Shortlist(candidates=tuple(shortlist(question)))
+    except Exception as error:  # the other ranks wait for an answer, and training goes on without a plan
+        short = Shortlist(problem=f"planning failed: {type(error).__name__}: {error}")
+    return short.model_dump_json()
+
 
 NICENESS = 10
 MOST_S = 1800.0

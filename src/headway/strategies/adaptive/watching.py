@@ -5,27 +5,74 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.adaptive.adapting.adapter import Adapter
-from headway.strategies.adaptive.adapting.cautious import LEAST_GAIN, CautiousProposer
-from headway.strategies.adaptive.adapting.observed import RankWindow, Window
-from headway.strategies.adaptive.adapting.traffic import Sums, Traffic
-from headway.strategies.adaptive.tuning.counting import (
-    Interval,
-    StepCount,
-    Study,
-    Tunable,
-    agreement_of,
-)
-from headway.strategies.adaptive.tuning.proposals import Tuned
-from headway.strategies.adaptive.tuning.tuner import MEASURED_STEPS, Tuner
+from headway.strategies.adaptive.adapter import Adapter, RankWindow, Window
+from headway.strategies.adaptive.counting import Interval, StepCount, Study, Tunable, agreement_of
+from headway.strategies.adaptive.proposals import Tuned
+from headway.strategies.adaptive.proposer import LEAST_PREDICTED_GAIN, CautiousProposer
+from headway.strategies.adaptive.tuner import MEASURED_STEPS, Tuner
 from headway.strategies.decisions import Entry, Journal
+from headway.strategies.live.channels.observer import Collective
+from headway.strategies.live.notice import WaitObserver
+
+
+class Sums(NamedTuple):
+    """Since the beginning: time that training waited, time in collectives, and their bytes."""
+
+    waited_ns: int = 0
+    carried_ns: int = 0
+    carried_bytes: int = 0
+
+
+class Traffic:
+    """Sums up what an observer is told. Collectives are told on the threads of channels."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums = Sums()
+        self._observer: WaitObserver | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """What it has seen so far."""
+        with self._lock:
+            return self._sums
+
+    def attach(self) -> None:
+        """Observe, unless it does already."""
+        if self._observer is None or not self._observer.is_told:
+            self._observer = WaitObserver.over(self)
+
+    def detach(self) -> None:
+        """Observe no more."""
+        if self._observer is not None:
+            self._observer.withdraw()
+
+    def carried(self, done: Collective) -> None:
+        """Count it."""
+        with self._lock:
+            waited, carried, size = self._sums
+            self._sums = Sums(waited, carried + done.end_ns - done.start_ns, size + done.size_bytes)
+
+    def waited(self, start_ns: int, end_ns: int) -> None:
+        """Count it."""
+        with self._lock:
+            self._sums = self._sums._replace(waited_ns=self._sums.waited_ns + end_ns - start_ns)
+
+    def updated(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Updates are computation."""
+
+    def updated_in_background(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Updates are computation."""
+
 
 SETTLING_STEPS = 5
 FEWEST_STEPS, MOST_STEPS = 10, 500
@@ -178,7 +225,7 @@ def came_of(tuned: Tuned) -> str:
     if tuned.chosen is not None:
         verdict = f"; {tuned.verdict}" if tuned.verdict else ""
         return f"steps are {gained(tuned):.1%} shorter than before{verdict}"
-    return tuned.ended_early or f"no schedule is predicted to be faster by {LEAST_GAIN:.0%}"
+    return tuned.ended_early or f"no schedule is predicted to be faster by {LEAST_PREDICTED_GAIN:.0%}"
 
 
 def gained(tuned: Tuned) -> float:

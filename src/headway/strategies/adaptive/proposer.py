@@ -1,31 +1,21 @@
-"""The proposer of Headway's own schedules: rank 0 plans, while training goes on, and measurements decide."""
+"""The proposers of Headway's schedules: rank 0 plans, while training goes on, and measurements decide."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, cast
 
 from headway.errors import one_line
-from headway.strategies.adaptive.tuning.planned import (
-    OTHER_FORM,
-    choose,
-    close_ones,
-    guesses,
-    undecided,
-)
-from headway.strategies.adaptive.tuning.planning import Shortlist, planned
-from headway.strategies.adaptive.tuning.planning_process import PlanningProcess
-from headway.strategies.adaptive.tuning.proposals import (
-    Alternative,
-    Candidate,
-    Question,
-    Setting,
-    Trial,
-    TuningEndedError,
-)
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.adaptive.planning_process import PlanningProcess, Shortlist, planned
+from headway.strategies.adaptive.policy import HOME
+from headway.strategies.adaptive.proposals import Setting, Trial
+from headway.strategies.adaptive.shortlist import choose, close_ones, shortlist, undecided
+from headway.strategies.base import Strategy
+from headway.strategies.candidates import OTHER_FORM, Candidate, Question, TuningEndedError
+from headway.strategies.registry import plugin_of
 
 MOST_REMATCHES = 2
 NOISE = 0.03  # of one measurement of three steps, where cores are busy
@@ -88,7 +78,7 @@ class PlannedProposer:
                 raise TuningEndedError(short.problem)
             if agreement.rank == 0:
                 _log.warning("%s: caps are measured that nothing is predicted of", one_line(short.problem))
-            candidates = tuple(guesses(question))
+            candidates = tuple(shortlist(question, by_guess=True))
         self._left = self._worth_trying(candidates)
         return True
 
@@ -114,27 +104,21 @@ class PlannedProposer:
             return self._is_like_the_best(candidate.strategy)
         return not self._is_slower_already(candidate.strategy)
 
-    def _is_like_the_best(self, strategy: Alternative) -> bool:
+    def _is_like_the_best(self, strategy: Strategy) -> bool:
         """Whether ours is the fastest so far, in as many channels."""
         if not self._told:
             return False
-        best = min(self._told, key=lambda each: self._told[each][0]).strategy
-        if not isinstance(best, DecoupledStrategy) or not isinstance(strategy, DecoupledStrategy):
-            return False
-        return best.channels == strategy.channels
+        best: Any = min(self._told, key=lambda each: self._told[each][0]).strategy
+        return best.name == strategy.name == HOME and bool(best.channels == cast("Any", strategy).channels)
 
-    def _is_slower_already(self, strategy: Alternative) -> bool:
+    def _is_slower_already(self, strategy: Strategy) -> bool:
         """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``, not by
         what a busy machine's measurements differ by. Where others are far ahead, it has to have gained that much.
         """
-        told = {
-            each.strategy.largest_cap_bytes: times[0]
-            for each, times in self._told.items()
-            if isinstance(each.strategy, DistributedDataParallelStrategy)
-        }
-        if not isinstance(strategy, DistributedDataParallelStrategy) or not told:
+        told = {_cap_bytes(each.strategy): times[0] for each, times in self._told.items() if each.is_stock}
+        if not any(each.strategy.name == strategy.name for each in self._told if each.is_stock):
             return False
-        own, wanted = next(iter(told)), strategy.largest_cap_bytes
+        own, wanted = next(iter(told)), _cap_bytes(strategy)
         way = [ms for cap, ms in told.items() if own <= cap < wanted or wanted < cap <= own]
         if len(way) < 2:
             return False
@@ -152,5 +136,46 @@ class PlannedProposer:
         return choose(trials)
 
 
+def _cap_bytes(stock: Any) -> int:
+    """How much a bucket of stock DDP's takes at most."""
+    cap_bytes: int = stock.largest_cap_bytes
+    return cap_bytes
+
+
 def _is_planned_in_place(question: Question) -> bool:
     return question.learned is None or len(question.model.parameters) <= PLANNED_IN_PLACE
+
+
+LEAST_PREDICTED_GAIN = 0.02
+MOST_TRIED = 2
+
+
+class CautiousProposer(PlannedProposer):
+    """Tries what is in force and the best few that are predicted to be faster by ``LEAST_GAIN``; else nothing.
+
+    Stock DDP and servers, of which nothing is predicted, are tried too; and where one of them is in force, the best
+    few. Buckets of stock DDP are the script's, or those in force.
+    """
+
+    def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        home, *others = (
+            each for each in candidates if each.name != OTHER_FORM
+        )  # which waits for what others show
+        limit_ms = math.inf if home.predicted_ms is None else home.predicted_ms * (1 - LEAST_PREDICTED_GAIN)
+        better = [
+            (each.predicted_ms, number) for number, each in enumerate(others) if each.predicted_ms is not None
+        ]
+        tried = [
+            others[number] for predicted_ms, number in sorted(better)[:MOST_TRIED] if predicted_ms < limit_ms
+        ]
+        assert self._setting is not None
+        question = self._setting.question
+        tried += [each for each in others if _is_carried(each)]
+        tried += [each for each in others if each.strategy in (question.stock, question.script_stock)][:1]
+        return [home, *tried] if tried else []
+
+
+def _is_carried(candidate: Candidate) -> bool:
+    """Whether stock DDP does its steps, with something else than all-reduces of its own."""
+    steps = plugin_of(candidate.strategy).on_stock_ddp(candidate.strategy)
+    return steps is not None and steps.carry is not None

@@ -1,28 +1,36 @@
-"""Watching a few steps of a live model: when gradients are ready, when forward needs modules, how long each part takes.
+"""Learning from a few steps of a live model: when gradients are ready, when modules are needed, how long parts take.
 
-Everything is seen through hooks that exist for these steps only. What training waits for communication, and what
-deferred updates take of its time, is taken out as it is told to the runtime's observer. A period begins with the first
-forward after a synchronised backward, so that accumulated passes lie between forward and the backward that is reduced.
+Steps are seen through hooks that exist for these steps only. What training waits for communication, and what deferred
+updates take of its time, is taken out as it is told to the runtime's observer. A period begins with the first forward
+after a synchronised backward, so that accumulated passes lie between forward and the backward that is reduced.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from headway import torch_private
+from headway.graph.step_profile import StepProfile
+from headway.graph.update_cost import UpdateCost, update_cost
 from headway.model import ModelSpec
-from headway.strategies.adaptive.tuning.notice import Notice, WaitObserver
+from headway.strategies.candidates import Learned, TuningEndedError
+from headway.strategies.decoupled import links
 from headway.strategies.decoupled.engine import Engine
+from headway.strategies.live.agreement import Agreement
 from headway.strategies.live.channels.observer import Collective
+from headway.strategies.live.notice import Notice, WaitObserver
 from headway.torch_private.step_hooks import after_every_step, before_every_step
 
 
@@ -196,3 +204,115 @@ class StepWatch:
         period.busy = min(1.0, cpu_ns / max(1, period.end - period.begin))
         if period.ready and period.forward_end is not None:
             self.periods.append(period)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What one rank's watched steps teach. ``busy`` is the share of a step in which its thread used a CPU."""
+
+    profile: StepProfile
+    update_overhead_ns: float
+    busy: float
+
+
+def numbers_of(periods: Sequence[Period], update: UpdateCost, model: ModelSpec) -> list[float]:
+    """A rank's watched steps as equally many numbers on every rank: medians, NaN for what was not seen.
+
+    Undisturbed steps count, or all where none was.
+    """
+    calm = [period for period in periods if not period.disturbed] or list(periods)
+    modules = _modules(model)
+    rows = [_row(period, model, modules) for period in calm]
+    width = 6 + len(modules) + len(model.parameters)
+    if not rows:
+        return [update.overhead_ns, update.whole_ns, *[math.nan] * width]
+    table = np.array(rows, dtype=np.float64)
+    seen = ~np.isnan(table).all(axis=0)
+    medians = np.full(width, math.nan)
+    medians[seen] = np.nanmedian(table[:, seen], axis=0)
+    return [update.overhead_ns, update.whole_ns, *medians.tolist()]
+
+
+def slowest_steps(numbers: Sequence[Sequence[float]], model: ModelSpec) -> Steps | None:
+    """What the rank with the longest computation saw; None where a rank saw no step at all."""
+    if any(math.isnan(own[2]) for own in numbers):
+        return None
+    chosen = max(numbers, key=lambda own: own[1] + sum(own[2:7]))
+    overhead_ns, whole_ns, forward, between, backward, tail, rest, _, *offsets = chosen
+    modules = _modules(model)
+    needs, ready = offsets[: len(modules)], offsets[len(modules) :]
+    names = [parameter.name for parameter in model.parameters]
+    profile = StepProfile(
+        forward_ns=round(forward),
+        backward_ns=round(backward),
+        needs_ns=_known(modules, needs),
+        ready_ns=_known(names, ready),
+        between_ns=round(between),
+        tail_ns=round(tail),
+        rest_ns=round(rest),
+        optimizer_ns=round(whole_ns),
+    )
+    return Steps(profile, overhead_ns, max(own[7] for own in numbers))
+
+
+def _row(period: Period, model: ModelSpec, modules: Sequence[str]) -> list[float]:
+    first, last = min(period.ready.values()), max(period.ready.values())
+    forward_end = period.begin if period.forward_end is None else period.forward_end
+    backward = max(forward_end, first if period.backward is None else min(period.backward, first))
+    step_end = last if period.step_end is None else max(last, period.step_end)
+    needs = [_need(period, module) for module in modules]
+    ready = [period.ready.get(p.name, math.nan) - backward for p in model.parameters]
+    return [
+        forward_end - period.begin,
+        backward - forward_end,
+        max(0, last - backward),
+        step_end - last,
+        max(0, period.end - step_end),
+        period.busy,
+        *needs,
+        *ready,
+    ]
+
+
+def _need(period: Period, module: str) -> float:
+    """When forward called ``module``, or the nearest around it, whose code can use parameters of its own accord."""
+    while module not in period.needs and module:
+        module = module.rpartition(".")[0]
+    return period.needs.get(module, math.nan) - period.begin
+
+
+def _modules(model: ModelSpec) -> list[str]:
+    return list(dict.fromkeys(parameter.module for parameter in model.parameters))
+
+
+def _known(names: Sequence[str], offsets: Sequence[float]) -> dict[str, int]:
+    known = {
+        name: max(0, round(value))
+        for name, value in zip(names, offsets, strict=True)
+        if not math.isnan(value)
+    }
+    return dict(sorted(known.items(), key=lambda pair: pair[1]))
+
+
+def learned(engine: Engine, model: ModelSpec, watch: StepWatch, agreement: Agreement) -> Learned:
+    """What was watched on the slowest rank, and what rings cost with nothing else in flight. Collective.
+
+    Raises TuningEndedError where a rank saw no step.
+    """
+    engine.settlement.settle_all()
+    sharded = engine.schedule.gather == "parameters"
+    sizes_bytes = {g.buckets[0].index: sum(b.size_bytes for b in g.buckets) for g in engine.layout.groups}
+    if sharded:
+        sizes_bytes = {bucket.index: bucket.size_bytes for bucket in engine.layout.buckets}
+    update = update_cost(watch.updates, sizes_bytes, engine.transport.world_size if sharded else 1)
+    steps = slowest_steps(agreement.from_each(numbers_of(watch.periods, update, model)), model)
+    if steps is None:
+        raise TuningEndedError("a rank saw no step of one forward and one backward")
+    cluster = links.measure(
+        engine.transport,
+        agreement,
+        model.size_bytes,
+        busy=steps.busy,
+        update_overhead_ns=steps.update_overhead_ns,
+    )
+    return Learned(steps.profile, cluster)

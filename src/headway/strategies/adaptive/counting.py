@@ -1,29 +1,83 @@
-"""Counting the steps of a wrapped model, the same on every rank, to do something between them.
-
-Everything happens inside the forward that begins a step, when the backward before it has been launched whole, and at
-the same count of steps on every rank. What is done is written as one generator, a study, which each such forward
-resumes. A step is the time from one such forward to the next.
-"""
+"""Counting the steps of a wrapped model, the same on every rank, to do something between them."""
 
 from __future__ import annotations
 
 import statistics
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.adaptive.tuning.agreement import Agreement
-from headway.strategies.adaptive.tuning.clock import Clock
-from headway.strategies.adaptive.tuning.proposals import Tuned, TuningEndedError
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decoupled.engine import Engine
-from headway.strategies.decoupled.policy import DecoupledStrategy, OnStockDdp
+from headway.scheduling.buckets import BucketSchedule, GatherMode
+from headway.strategies.adaptive.proposals import Tuned
+from headway.strategies.base import Strategy
+from headway.strategies.candidates import Learned, TuningEndedError
+from headway.strategies.live.agreement import Agreement
+
+
+class Clock:
+    """Tells the time at which all is computed that the host asked for. ``host`` says that this is so immediately."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = device.type == "cpu"
+        self._device = device
+
+    def now_ns(self) -> int:
+        """Nanoseconds; on a device this waits for what is computed, and not for what is communicated meanwhile.
+
+        Collectives that run under the next forward would be waited for on the whole device, and hide nothing.
+        """
+        if not self.host:
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.monotonic_ns()
+
+
+ASKED_EVERY_STEPS = 10
+MOST_IDLE_ASKS = 10
+"""So many times in a row another model may have taken no step before its turn is passed over."""
+
+
+class Turn:
+    """One model's turn. It ends with ``give_back()``, with the model, or when the model takes no steps any more."""
+
+    def __init__(self, model: object) -> None:
+        self.steps = 0
+        """How many steps the model has taken; whoever waits looks whether they become more."""
+        self._model = weakref.ref(model)
+        self._seen: weakref.WeakKeyDictionary[Turn, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def ask(self) -> bool:
+        """Whether no other model that takes steps is having its turn. To be asked every ``ASKED_EVERY_STEPS``."""
+        mine = self._model()
+        others = [turn for turn in _taken if turn._model() not in (None, mine)]
+        return not [turn for turn in others if not self._is_idle(turn)]
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it is being had."""
+        return self in _taken
+
+    def take(self) -> None:
+        """Have it, from now on; who is idle may have one at the same time."""
+        _taken.add(self)
+
+    def give_back(self) -> None:
+        """Let others have theirs."""
+        _taken.discard(self)
+
+    def _is_idle(self, other: Turn) -> bool:
+        steps, idle_asks = self._seen.get(other, (-1, 0))
+        idle_asks = idle_asks + 1 if other.steps == steps else 0
+        self._seen[other] = other.steps, idle_asks
+        return idle_asks >= MOST_IDLE_ASKS
+
+
+_taken: weakref.WeakSet[Turn] = weakref.WeakSet()
 
 
 class Interval(NamedTuple):
@@ -42,9 +96,6 @@ class Tunable(Protocol):
     module: nn.Module
     process_group: dist.ProcessGroup
     device: torch.device
-    schedule: BucketSchedule
-    trainable: frozenset[int]
-    """The identities of the parameters that are trained."""
     require_backward_grad_sync: bool
     """Whether backwards of forwards from now on are reduced."""
     tuner: StepCount | None
@@ -53,19 +104,23 @@ class Tunable(Protocol):
     """What came of the last tuning."""
 
     @property
-    def engine(self) -> Engine | None:
-        """What runs the model; None where stock DDP does for good."""
+    def schedule(self) -> BucketSchedule:
+        """The decoupled schedule that is in force, or was before stock DDP."""
+
+    @property
+    def trainable(self) -> frozenset[int]:
+        """The identities of the parameters that are trained."""
 
     @property
     def is_stock(self) -> bool:
         """Whether stock DDP does its steps, through servers or not."""
 
     @property
-    def strategy(self) -> DecoupledStrategy | OnStockDdp:
+    def strategy(self) -> Strategy:
         """What is in force."""
 
     @property
-    def stock_strategy(self) -> DistributedDataParallelStrategy:
+    def stock_strategy(self) -> Strategy:
         """What stock DDP would decide, with the script's own options."""
 
     @property
@@ -85,10 +140,24 @@ class Tunable(Protocol):
     def join_device(self) -> torch.device:
         """Where its process group takes small tensors."""
 
+    @property
+    def permitted_forms(self) -> tuple[GatherMode, ...]:
+        """What decoupled steps may gather, what they gather now first."""
+
+    @property
+    def channels(self) -> int:
+        """How many collectives its connections can have in flight at a time."""
+
+    def watch_steps(self) -> Any:
+        """Begin to watch its steps, until the watch is told to ``detach``."""
+
+    def learn(self, watch: Any, agreement: Agreement) -> Learned:
+        """What ``watch`` saw on the slowest rank, and what collectives cost. Collective."""
+
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force."""
 
-    def use_stock_ddp(self, strategy: OnStockDdp | None = None, *, keep_connections: bool = False) -> None:
+    def use_stock_ddp(self, strategy: Strategy | None = None, *, keep_connections: bool = False) -> None:
         """Have stock DDP do the steps, through servers where ``strategy`` is one of servers."""
 
 
@@ -190,12 +259,6 @@ class StepCount(ABC):
         wrapped = self._wrapped()
         assert wrapped is not None
         return wrapped
-
-    def _parts(self) -> tuple[Tunable, Engine]:
-        """The model and its engine, where that is in force."""
-        wrapped = self._model()
-        assert wrapped.engine is not None
-        return wrapped, wrapped.engine
 
 
 def agreement_of(wrapped: Tunable) -> Agreement:

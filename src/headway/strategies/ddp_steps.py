@@ -1,9 +1,13 @@
-"""What DDP adds to the graph: one all-reduce a bucket, and one wait for all of them after backward.
+"""What a step of torch's DDP holds and lays out, for all strategies that are built on it.
 
-Buckets that a codec sends take a way of their own (``compressed_reactions``).
+It holds buckets, apart from the gradients unless ``gradient_as_bucket_view`` makes one of both. It lays out one
+all-reduce a bucket, and one wait for all of them after backward. With find_unused_parameters what a backward leaves
+without a gradient is ready as soon as it begins, and behind the last bucket ranks add up which parameters they used.
 
-With find_unused_parameters what a backward leaves without a gradient is ready as soon as it begins, and behind the last
-bucket ranks add up which parameters they used.
+Codecs hold what error feedback keeps, as large as the buckets, and work on copies of those that are on their way. On
+the CPU channels of their own encode, exchange and decode, one bucket at a time each, off the main thread. On a device
+whose library is NCCL the hook casts on the stream that computes, and the process group's own all-reduces follow each
+other.
 """
 
 from __future__ import annotations
@@ -12,13 +16,79 @@ from collections import defaultdict
 
 from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
-from headway.graph.build import GraphBuilder, RankCursor
+from headway.compression.codec import MOST_EXCHANGES, element_bytes
+from headway.compression.costs import slowdown_of, stretches_ns
+from headway.graph.build import CODEC, GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Part
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule
+from headway.model import DTYPE_BYTES, ModelSpec
+from headway.scheduling.buckets import Bucket, BucketSchedule
+from headway.scheduling.ddp_buckets import COMPRESSED_CHANNELS
 from headway.scheduling.readiness import BucketReadiness
-from headway.strategies.ddp.compressed_reactions import Compressed
+from headway.strategies.footprint import Footprint
+
+COPIES = 3  # of a bucket, while a codec computes
+
+
+def footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Footprint:
+    """What one of ``world_size`` ranks holds."""
+    del world_size
+    sent = [bucket for bucket in schedule.buckets if bucket.wire is not None]
+    kept_bytes = sum(_computed_bytes(bucket) for bucket in sent if bucket.wire and bucket.wire.feeds_back)
+    copies_bytes = COMPRESSED_CHANNELS * COPIES * max(map(_computed_bytes, sent), default=0)
+    return Footprint(
+        buffers_bytes=sum(bucket.size_bytes for bucket in schedule.buckets) + kept_bytes + copies_bytes,
+        state_bytes=model.optimizer_state_bytes,
+        gradients_apart=model.pass_memory is None or model.pass_memory.gradients_apart,
+        updated_share=1.0,
+    )
+
+
+def _computed_bytes(bucket: Bucket) -> int:
+    return bucket.size_bytes // DTYPE_BYTES[bucket.dtype] * element_bytes(bucket.dtype)
+
+
+class CompressedBuckets:
+    """Compressed buckets of all ranks."""
+
+    def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
+        self._graph = graph
+        self._on_device = graph.cluster.library == NCCL
+        self._channels = 1 if self._on_device else COMPRESSED_CHANNELS
+        self._counts: dict[int, int] = defaultdict(int)  # rank -> how many buckets it has sent
+        self._tails: dict[tuple[int, int], int] = {}  # rank and channel -> the last operation there
+
+    def launch(self, cursor: RankCursor, bucket: Bucket, key: int) -> tuple[int, int]:
+        """Send ``bucket``. Returns the number of its last collective, and the operation of what decodes that."""
+        graph, codec = self._graph, bucket.wire
+        assert codec is not None
+        channel = self._counts[cursor.rank] % self._channels
+        self._counts[cursor.rank] += 1
+        stretches = stretches_ns(codec, graph.cluster, bucket.size_bytes, len(bucket.exchanges))
+        slowdown = slowdown_of(codec, graph.cluster)
+        before = self._tails.get((cursor.rank, channel))
+        after_work = [] if before is None else [before]
+        if self._on_device:
+            graph.compute(cursor, Part.BACKWARD, stretches[0], bucket.index)
+            stretches[0] = 0
+        number, operation = -1, -1
+        for stretch, each in enumerate(bucket.exchanges):
+            operation = graph.work(
+                cursor, stretches[stretch], bucket=bucket.index, kind=CODEC, slowdown=slowdown,
+                after=[number] if number >= 0 else [], after_work=after_work,
+            )  # fmt: skip
+            selection = native(each.kind, each.size_bytes, graph.world_size, graph.cluster.library)
+            number = graph.launch(
+                cursor, each.kind, key * MOST_EXCHANGES + stretch, each.size_bytes, bucket=bucket.index,
+                selection=selection, channel=1 + channel, after_work=[operation],
+            )  # fmt: skip
+            after_work = []
+        decoded = graph.work(
+            cursor, stretches[-1], bucket=bucket.index, kind=CODEC, slowdown=slowdown, after=[number]
+        )
+        self._tails[cursor.rank, channel] = decoded
+        return number, decoded
 
 
 class Reactions(InRecordedOrder):
@@ -32,7 +102,7 @@ class Reactions(InRecordedOrder):
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward
         self._awaited_work: dict[int, list[int]] = defaultdict(list)  # likewise
         self._passes: dict[int, int] = defaultdict(int)
-        self._compressed = Compressed(graph)
+        self._compressed = CompressedBuckets(graph)
 
     def ready(self, cursor: RankCursor, parameter: str) -> None:
         """Count down the parameter's bucket, and launch what may be launched, in order."""

@@ -11,40 +11,33 @@ from typing import Any
 import torch.distributed as dist
 
 from headway.errors import UnsupportedError, one_line
-from headway.graph.update_cost import update_cost
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
-from headway.strategies.adaptive.tuning import links
-from headway.strategies.adaptive.tuning.agreement import Agreement
-from headway.strategies.adaptive.tuning.counting import (
+from headway.scheduling.buckets import BucketSchedule, restricted
+from headway.strategies.adaptive.counting import (
+    ASKED_EVERY_STEPS,
     Interval,
     StepCount,
     Study,
     Tunable,
+    Turn,
     agreement_of,
     typical_ms,
 )
-from headway.strategies.adaptive.tuning.learning import numbers_of, slowest_steps
-from headway.strategies.adaptive.tuning.planned_proposer import PlannedProposer
-from headway.strategies.adaptive.tuning.proposals import (
-    Alternative,
-    Candidate,
-    Learned,
+from headway.strategies.adaptive.policy import HOME
+from headway.strategies.adaptive.proposals import (
     Proposer,
-    Question,
     Setting,
     Trial,
     Tuned,
-    TuningEndedError,
 )
-from headway.strategies.adaptive.tuning.turns import ASKED_EVERY_STEPS, Turn
-from headway.strategies.adaptive.tuning.watch import StepWatch
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.adaptive.proposer import PlannedProposer
+from headway.strategies.base import Strategy
+from headway.strategies.candidates import Candidate, Learned, Question, TuningEndedError
 from headway.strategies.decisions import Journal
-from headway.strategies.decoupled.policy import DecoupledStrategy, OnStockDdp
+from headway.strategies.live.agreement import Agreement
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.live.replicas import is_so_anywhere
-from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.registry import plugin_of
 
 WARM_STEPS = 3
 WATCHED_STEPS = 4
@@ -88,7 +81,7 @@ class Tuner(StepCount):
         )
         self._turn = Turn(wrapped)
         self._waited_steps = 0
-        self._watch: StepWatch | None = None
+        self._watch: Any = None
         self._unwatched: weakref.finalize[..., Any] | None = None
         self._begin(wrapped)
 
@@ -137,7 +130,7 @@ class Tuner(StepCount):
             try:
                 self._try(candidate.strategy)
             except UnsupportedError as error:
-                if isinstance(candidate.strategy, DecoupledStrategy):
+                if candidate.strategy.name == HOME:
                     raise
                 self._note = f"{candidate.strategy.describe()} was not tried: {one_line(str(error))}"
                 continue
@@ -165,41 +158,24 @@ class Tuner(StepCount):
         if dist.get_world_size(self._model().process_group) == 1:
             raise TuningEndedError("a single worker does not communicate")
 
-    def _watch_steps(self) -> StepWatch:
-        wrapped, engine = self._parts()
-        watch = StepWatch(wrapped.module, engine, model_spec(wrapped.module))
+    def _watch_steps(self) -> Any:
+        wrapped = self._model()
+        watch = wrapped.watch_steps()
         self._unwatched = weakref.finalize(wrapped, watch.detach)
         self._unwatched.atexit = False
         return watch
 
-    def _learn(self, watch: StepWatch) -> Learned:
+    def _learn(self, watch: Any) -> Learned:
         """What was watched on the slowest rank, and what rings cost with nothing else in flight."""
-        wrapped, engine = self._parts()
-        agreement, spec = agreement_of(wrapped), model_spec(wrapped.module)
+        wrapped = self._model()
         self._stop_watching()
-        engine.settlement.settle_all()
-        sharded = engine.schedule.gather == "parameters"
-        sizes_bytes = {g.buckets[0].index: sum(b.size_bytes for b in g.buckets) for g in engine.layout.groups}
-        if sharded:
-            sizes_bytes = {bucket.index: bucket.size_bytes for bucket in engine.layout.buckets}
-        update = update_cost(watch.updates, sizes_bytes, engine.transport.world_size if sharded else 1)
-        steps = slowest_steps(agreement.from_each(numbers_of(watch.periods, update, spec)), spec)
-        if steps is None:
-            raise TuningEndedError("a rank saw no step of one forward and one backward")
-        cluster = links.measure(
-            engine.transport,
-            agreement,
-            spec.size_bytes,
-            busy=steps.busy,
-            update_overhead_ns=steps.update_overhead_ns,
-        )
-        return Learned(steps.profile, cluster)
+        return wrapped.learn(watch, agreement_of(wrapped))
 
     def _setting(self) -> Setting:
-        wrapped, engine = self._parts()
-        in_force, forms = wrapped.schedule, _forms(wrapped.schedule)
-        if engine.settlement.needs_gradients:
-            in_force, forms = replace(in_force, gather="gradients"), ("gradients",)
+        wrapped = self._model()
+        in_force, forms = wrapped.schedule, wrapped.permitted_forms
+        if in_force.gather not in forms:
+            in_force = replace(in_force, gather=forms[0])
         agreement = agreement_of(wrapped)
         self._note = self._why_no_stock(agreement)
         on_stock_ddp = self._began_on_stock_ddp
@@ -209,7 +185,7 @@ class Tuner(StepCount):
             model_spec(wrapped.module),
             in_force,
             forms,
-            engine.transport.channels,
+            wrapped.channels,
             self._learned,
             stock=self._stock_of(wrapped) if may_be_stock else None,
             on_stock_ddp=on_stock_ddp,
@@ -227,19 +203,21 @@ class Tuner(StepCount):
         return SEVERAL_FORWARDS if most_forwards > 1 and looks_at_one else ""
 
     @property
-    def _began_on_stock_ddp(self) -> OnStockDdp | None:
+    def _began_on_stock_ddp(self) -> Strategy | None:
         """What stock DDP did when tuning began, with all-reduces of its own or with servers; None where ours was."""
-        return None if isinstance(self._began_under, DecoupledStrategy) else self._began_under
+        return None if self._began_under.name == HOME else self._began_under
 
-    def _stock_of(self, wrapped: Tunable) -> DistributedDataParallelStrategy:
+    def _stock_of(self, wrapped: Tunable) -> Strategy:
         """What was in force where that was stock DDP without servers, else that of the script's options."""
         under = self._began_under
-        return under if isinstance(under, DistributedDataParallelStrategy) else wrapped.stock_strategy
+        return under if under.name == wrapped.stock_strategy.name else wrapped.stock_strategy
 
-    def _try(self, strategy: Alternative, *, for_good: bool = False) -> None:
+    def _try(self, strategy: Strategy, *, for_good: bool = False) -> None:
         wrapped = self._model()
-        if isinstance(strategy, DecoupledStrategy):
-            self._put_in_force(strategy.decide(Job.of(model_spec(wrapped.module))))
+        if strategy.name == HOME:
+            schedule = strategy.decide(Job.of(model_spec(wrapped.module)))
+            assert isinstance(schedule, BucketSchedule)
+            self._put_in_force(schedule)
         else:
             wrapped.use_stock_ddp(strategy, keep_connections=not for_good)
             self._note_what_is_in_force(wrapped)
@@ -323,11 +301,8 @@ class Tuner(StepCount):
 
 def settling_steps(candidate: Candidate) -> int:
     """How many steps a candidate settles in: servers bind what they run to DDP's buckets, which it replaces once."""
-    return SERVERS_SETTLE if isinstance(candidate.strategy, ParameterServerStrategy) else 1
-
-
-def _forms(schedule: BucketSchedule) -> tuple[GatherMode, ...]:
-    return (schedule.gather, "gradients" if schedule.gather == "parameters" else "parameters")
+    steps = plugin_of(candidate.strategy).on_stock_ddp(candidate.strategy)
+    return SERVERS_SETTLE if steps is not None and steps.carry is not None else 1
 
 
 def tune(
