@@ -87,8 +87,8 @@ def slowed(
             step_of(wrapped, optimizer, step, rank, world_size)
         pace(UNLIMITED)
         result = seen(wrapped, optimizer)
-        tuned = wrapped.tuning
-        watched = wrapped.tuner is not None
+        tuned = getattr(wrapped, "tuning", None)
+        watched = getattr(wrapped, "tuner", None) is not None
         del wrapped, optimizer
         gc.collect()
     return result | {

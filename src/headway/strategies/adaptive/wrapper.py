@@ -410,7 +410,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
             home, stock = self.__dict__.get("_home"), self.__dict__.get("_stock")
             if home is None:
                 raise
-            return getattr(stock.ddp if stock is not None and stock.in_force else home, name)
+            acting = stock.ddp if stock is not None and stock.in_force else home
+            return getattr(acting if hasattr(acting, name) else home, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but what trains."""
