@@ -42,7 +42,7 @@ IMPORTED = (
 HEADWAY = (
     "headway.integrations.parallelize", "headway.integrations.plan_injection", "headway.recording.attach",
     "headway.strategies.registry", "headway.strategies.data_parallel.asynchronous_servers.runtime",
-    "headway.strategies.decoupled.runtime", "headway.strategies.data_parallel.local_sgd.runtime",
+    "headway.strategies.decoupled.wrapper", "headway.strategies.data_parallel.local_sgd.runtime",
     "headway.strategies.parameter_server.runtime", "headway.strategies.partial_all_reduce.host_wrapper",
     "headway.strategies.partial_all_reduce.wrapper", "headway.strategies.pipeline.runtime",
 )  # fmt: skip

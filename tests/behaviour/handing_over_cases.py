@@ -29,7 +29,7 @@ from headway.strategies.candidates import Candidate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import DECISIONS_VARIABLE
 from headway.strategies.decoupled import deferred
-from headway.strategies.decoupled.bucket import LiveBucket
+from headway.strategies.decoupled.buckets import LiveBucket
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.decoupled.shortlist import candidate
 from headway.strategies.live.channels import retirement

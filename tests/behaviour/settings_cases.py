@@ -19,10 +19,10 @@ from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.ddp import runtime
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.module_spec import model_spec
-from headway.strategies.ddp import runtime
 from headway.strategies.live.stock import named_buckets
 from headway.strategies.registry import policy_named
 

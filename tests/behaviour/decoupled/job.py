@@ -175,7 +175,7 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
     from headway.job import Job as TrainedJob
     from headway.scheduling.buckets import GATHER_MODES
     from headway.strategies.decoupled.policy import DecoupledStrategy
-    from headway.strategies.decoupled.runtime import DecoupledDataParallel
+    from headway.strategies.decoupled.wrapper import DecoupledDataParallel
     from headway.strategies.live.module_spec import model_spec
 
     if mode in GATHER_MODES:

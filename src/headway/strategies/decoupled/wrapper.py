@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,14 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.errors import CommunicationError, UnsupportedError
+from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
 from headway.scheduling.ddp_buckets import cap_bytes as cap_bytes_of_ddp
 from headway.strategies.candidates import Learned
 from headway.strategies.decoupled import lifecycle
 from headway.strategies.decoupled.checks import (
+    TrainedSet,
     check_casts,
     check_device_ids,
     check_module,
@@ -36,11 +38,10 @@ from headway.strategies.decoupled.policy import (
     DEFAULT_CAP_BYTES,
     DEVICE_CAP_BYTES,
     DecoupledStrategy,
+    options_of,
     strategy_of,
 )
-from headway.strategies.decoupled.prehook import MaterialiseHook
-from headway.strategies.decoupled.stepping import clear_gradients, unbind_unused
-from headway.strategies.decoupled.trained_set import TrainedSet
+from headway.strategies.decoupled.stepping import MaterialiseHook, clear_gradients, unbind_unused
 from headway.strategies.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.live import replicas
 from headway.strategies.live.agreement import Agreement
@@ -49,6 +50,7 @@ from headway.strategies.live.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.live.existing_group import existing_group
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.live.runtime import Changes
+from headway.strategies.plugin import InForce
 
 
 class DecoupledDataParallel(DistributedDataParallel):
@@ -557,3 +559,61 @@ class DecoupledDataParallel(DistributedDataParallel):
 def _compiled_inside(module: nn.Module) -> frozenset[int]:
     """The identities of the modules of ``module`` that are compiled."""
     return frozenset(id(each) for each in module.modules() if torch_private.is_compiled(each))
+
+
+__all__ = ["DecoupledDataParallel", "in_force", "live_options", "refusal", "unseen", "wrap"]
+
+
+def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
+    """Wrap ``module`` as ``strategy`` decides. ``ddp_options`` are arguments of DistributedDataParallel.
+
+    Raises PlanError where the strategy does not fit the module, UnsupportedError and UserError as
+    ``DecoupledDataParallel`` does.
+    """
+    return DecoupledDataParallel(module, **live_options(strategy, module), **ddp_options)
+
+
+def unseen(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
+    """As ``wrap``, but told to nobody who watches or replaces what scripts wrap."""
+    wrapped = object.__new__(DecoupledDataParallel)
+    init = inspect.unwrap(DecoupledDataParallel.__init__)
+    init(wrapped, module, **live_options(strategy, module), **ddp_options)
+    return wrapped
+
+
+def live_options(strategy: DecoupledStrategy, module: nn.Module) -> dict[str, Any]:
+    """The arguments of DecoupledDataParallel that ``strategy`` decides for ``module``.
+
+    Raises PlanError where the strategy does not fit the module.
+    """
+    return {"schedule": strategy.decide(Job.of(model_spec(module)))}
+
+
+def in_force(wrapped: nn.Module) -> InForce | None:
+    """What a decoupled model does now, after whatever its optimizer made of its plan."""
+    if not isinstance(wrapped, DecoupledDataParallel):
+        return None
+    # The engine's, which an optimizer may have had gather gradients after all.
+    schedule = wrapped.schedule if wrapped.engine is None else wrapped.engine.schedule
+    buckets = tuple(bucket.parameters for bucket in schedule.buckets)
+    return InForce(options_of(schedule, model_spec(wrapped.module)), buckets)
+
+
+def refusal(wrapped: nn.Module, *, compiled_around: bool) -> str:
+    """Why the decoupled all-reduce would refuse to take the place of a model's wrapper; "" where it would not.
+
+    ``compiled_around`` says that code was compiled which calls the wrapper.
+    """
+    if isinstance(wrapped, DecoupledDataParallel):
+        return ""
+    if compiled_around:
+        return "the model was compiled after it was wrapped"
+    try:
+        check_module(cast("nn.Module", wrapped.module))
+        refuse_options(
+            static_graph=getattr(wrapped, "static_graph", False),
+            mixed_precision=getattr(wrapped, "mixed_precision", None),
+        )
+    except UserError as refusal:
+        return str(refusal).partition(". ")[0]
+    return ""
