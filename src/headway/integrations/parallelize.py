@@ -37,10 +37,10 @@ def parallelize(
     The result replaces ``DistributedDataParallel(model, **ddp_options)``; the rest of the script stays the same. Call
     it on every rank, after ``torch.distributed.init_process_group``.
 
-    Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps: that needs no
-    recording, but some tens of steps are not optimal. Stock DDP is measured too, and does the steps from then on unless
-    a schedule is faster. A plan from ``headway.optimize`` is in force
-    from the first step, and keeps stock DDP if nothing else is predicted to be faster.
+    Without a plan the strategy is ``adaptive``: the all-reduce is decoupled, and its schedule is tuned during the first
+    steps. That needs no recording, but some tens of steps are not optimal. Stock DDP is measured too, and does the
+    steps from then on unless a schedule is faster. A plan from ``headway.optimize`` is in force from the first step,
+    and keeps stock DDP if nothing else is predicted to be faster.
 
     Under a pipeline, the model is cut into a stage a rank, and the result's ``train_step(batch, target)`` takes the
     place of forward, ``loss_fn`` and backward (``headway.strategies.pipeline.pipelined.PipelinedModel``).

@@ -23,7 +23,7 @@ from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Part
 from headway.job import Job
 from headway.model import DTYPE_BYTES, ModelSpec
-from headway.scheduling.buckets import Bucket, BucketSchedule
+from headway.scheduling.buckets import Bucket, BucketSchedule, channel_of
 from headway.scheduling.ddp_buckets import COMPRESSED_CHANNELS
 from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.footprint import Footprint
@@ -63,7 +63,7 @@ class CompressedBuckets:
         """Send ``bucket``. Returns the number of its last collective, and the operation of what decodes that."""
         graph, codec = self._graph, bucket.wire
         assert codec is not None
-        channel = self._counts[cursor.rank] % self._channels
+        channel = channel_of(self._counts[cursor.rank], self._channels)
         self._counts[cursor.rank] += 1
         stretches = stretches_ns(codec, graph.cluster, bucket.size_bytes, len(bucket.exchanges))
         slowdown = slowdown_of(codec, graph.cluster)
@@ -124,7 +124,7 @@ class Reactions(InRecordedOrder):
         number = self._graph.launch(
             cursor, ALL_REDUCE, key, bucket.size_bytes, bucket=index,
             selection=self.selection(bucket.size_bytes),
-            channel=len(self._launched[cursor.rank]) % self.at_a_time if self.channels_apart else 0,
+            channel=channel_of(len(self._launched[cursor.rank]), self.at_a_time) if self.channels_apart else 0,
             after=self._before(cursor),
         )  # fmt: skip
         self._launched[cursor.rank].append(number)

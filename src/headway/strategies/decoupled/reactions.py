@@ -20,7 +20,7 @@ from headway.graph.build import CODEC, GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.buckets import BucketSchedule, channel_of
 from headway.scheduling.readiness import BucketReadiness
 from headway.trace.events import Read
 
@@ -118,7 +118,7 @@ class Jobs:
             size_bytes,
             bucket=bucket,
             selection=selection,
-            channel=count % self._schedule.channels,
+            channel=channel_of(count, self._schedule.channels),
             after=[*self.before(cursor), *after],
             after_work=after_work,
         )

@@ -28,7 +28,7 @@ from headway.graph.step_profile import StepProfile
 from headway.intervals import merged
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.planning.link_cost import CollectiveCost, LinkCosts
-from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, joined
+from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, earlier_on_channel, joined
 
 
 class Job(NamedTuple):
@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 def serve(jobs: Sequence[Job], channels: int) -> list[float]:
-    """When each job ends. Job ``n`` is served by channel ``n % channels``, in order.
+    """When each job ends. Channels take turns (``channel_of``).
 
     All ranks are taken to be alike, so that one link stands for all. Jobs in flight together share it evenly while
     their messages are on it, and pay their overheads one after the other.
@@ -58,7 +58,8 @@ def begins(jobs: Sequence[Job], ends: Sequence[float], channels: int) -> list[fl
     found: list[float] = []
     worked_ns = 0.0
     for number, job in enumerate(jobs):
-        channel_ns = ends[number - channels] if number >= channels else 0.0
+        earlier = earlier_on_channel(number, channels)
+        channel_ns = 0.0 if earlier is None else ends[earlier]
         ready_ns = max(job.asked_ns, ends[job.after] if job.after >= 0 else 0.0)
         if job.apart:
             worked_ns = max(worked_ns, ready_ns) + job.before_ns
@@ -76,7 +77,9 @@ def critical_path(jobs: Sequence[Job], ends: Sequence[float], channels: int, las
     path = [last]
     while True:
         number = path[-1]
-        earlier = [each for each in (number - channels, jobs[number].after) if each >= 0]
+        on_channel = earlier_on_channel(number, channels)
+        earlier = [] if on_channel is None else [on_channel]
+        earlier += [jobs[number].after] if jobs[number].after >= 0 else []
         before = max(earlier, key=ends.__getitem__, default=-1)
         if before < 0 or ends[before] <= jobs[number].asked_ns:
             return path
@@ -110,8 +113,8 @@ class _Together:
         self._missing = [0] * len(self._begin_ns)
         self._waiting: list[list[int]] = [[] for _ in self._begin_ns]
         for number, job in enumerate(jobs):
-            if number >= channels:
-                self._wait(number, number - channels)
+            if (earlier := earlier_on_channel(number, channels)) is not None:
+                self._wait(number, earlier)
             if job.after >= 0 and not job.apart:
                 self._wait(number, job.after)
         for work, number in self._works.items():
