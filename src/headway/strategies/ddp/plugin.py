@@ -46,9 +46,7 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
         self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DistributedDataParallelStrategy
     ) -> StepLayout:
         del strategy
-        from headway.strategies.ddp_steps import Reactions
-
-        return Reactions(graph, job)
+        return ddp_steps.Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
         return ddp_steps.footprint(job.stages[stage], schedule, job.world_size)
@@ -148,9 +146,9 @@ class _Injection(Injection[DistributedDataParallelStrategy]):
         given: dict[str, Any],
         strategy: DistributedDataParallelStrategy,
     ) -> None:
-        from headway.strategies.ddp import runtime, wire
+        from headway.strategies.ddp import runtime
 
-        wire.check(module, strategy)
+        runtime.check_wire(module, strategy)
         init(wrapped, module, **{**given, **runtime.options(strategy)})
         runtime.take_over(wrapped, strategy, given)
 
