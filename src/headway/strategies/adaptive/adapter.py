@@ -37,7 +37,7 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, step: int, ranks: Sequence[Sequence[float]]) -> Self:
         """From the numbers of each rank."""
-        return cls(step, tuple(RankWindow(*own) for own in ranks))
+        return cls(step, tuple(RankWindow(*numbers) for numbers in ranks))
 
     @property
     def step_ms(self) -> float:
@@ -71,12 +71,12 @@ def joined(windows: Sequence[Window]) -> Window:
         windows[-1].step,
         tuple(
             RankWindow(
-                fmean(each.step_ms for each in own),
-                math.hypot(*(each.uncertainty_ms for each in own)) / count,
-                fmean(each.waited_ms for each in own),
-                fmean(each.byte_ns for each in own),
+                fmean(window.step_ms for window in rank_windows),
+                math.hypot(*(window.uncertainty_ms for window in rank_windows)) / count,
+                fmean(window.waited_ms for window in rank_windows),
+                fmean(window.byte_ns for window in rank_windows),
             )
-            for own in ranks
+            for rank_windows in ranks
         ),
     )
 
@@ -116,19 +116,19 @@ class Adapter:
     def after(self, window: Window) -> Adapter:
         """The adapter that has seen one more window."""
         if not self.reference:
-            return replace(self, reference=(window,))._said(window, "later steps are compared with these")
+            return replace(self, reference=(window,))._decided(window, "later steps are compared with these")
         before = joined(self.reference)
         change = window.step_ms / before.step_ms - 1
         if abs(change) <= max(LEAST_CHANGE, _noise(before, window)):
             reference = (*self.reference, window)[:REFERENCE_WINDOWS]
-            return replace(self, reference=reference, unlike=())._said(window, "steps are as they were")
+            return replace(self, reference=reference, unlike=())._decided(window, "steps are as they were")
         alike = self.unlike if self.unlike and _grew(self.unlike[-1], before) == (change > 0) else ()
         unlike = (*alike, window)[-UNLIKE_WINDOWS:]
         seen = replace(self, unlike=unlike)
-        said = f"steps take {_times(window.step_ms, before.step_ms)}"
+        reason = f"steps take {_times(window.step_ms, before.step_ms)}"
         if len(unlike) < UNLIKE_WINDOWS:
-            return seen._said(window, f"{said}; once, which may be chance")
-        return seen._changed(window, before, said)
+            return seen._decided(window, f"{reason}; once, which may be chance")
+        return seen._changed(window, before, reason)
 
     def tuned(self, step: int, steps: int, gain: float) -> Adapter:
         """The adapter after a tuning that ended at ``step``, took ``steps`` and made steps shorter by ``gain``."""
@@ -137,28 +137,28 @@ class Adapter:
             per_step = min(MOST_RESTS_PER_STEP, 2 * self.rests_per_step)
         return Adapter(rests_until=step + per_step * steps, rests_per_step=per_step)
 
-    def _changed(self, window: Window, before: Window, said: str) -> Adapter:
+    def _changed(self, window: Window, before: Window, reason: str) -> Adapter:
         seen = joined(self.unlike)
         rate = seen.byte_ns / before.byte_ns
-        known = seen.waits_are_known and before.waits_are_known
+        waits_known = seen.waits_are_known and before.waits_are_known
         slower = [
             f"rank {number} computes {_times(now.computed_ms, then.computed_ms)}"
             for number, (now, then) in enumerate(zip(seen.ranks, before.ranks, strict=True))
-            if known and _computes_otherwise(now, then)
+            if waits_known and _computes_otherwise(now, then)
         ]
         of_network = rate > 1 + OTHER_RATE or rate < 1 / (1 + OTHER_RATE)
         if of_network:
-            said += f": a byte of gradients takes {_times(seen.byte_ns, before.byte_ns)}"
+            reason += f": a byte of gradients takes {_times(seen.byte_ns, before.byte_ns)}"
         elif slower:
-            said += f": {slower[0]}" + (f", and {len(slower) - 1} more" if len(slower) > 1 else "")
+            reason += f": {slower[0]}" + (f", and {len(slower) - 1} more" if len(slower) > 1 else "")
         if slower and not of_network and len(slower) < len(seen.ranks):
-            said += "; no schedule helps where some ranks are waited for, partial all-reduce would"
-            return replace(self, reference=self.unlike, unlike=())._said(window, said)
+            reason += "; no schedule helps where some ranks are waited for, partial all-reduce would"
+            return replace(self, reference=self.unlike, unlike=())._decided(window, reason)
         if window.step < self.rests_until:
-            return self._said(window, f"{said}; tuned again from step {self.rests_until} on")
-        return self._said(window, said, tunes=True)
+            return self._decided(window, f"{reason}; tuned again from step {self.rests_until} on")
+        return self._decided(window, reason, tunes=True)
 
-    def _said(self, window: Window, reason: str, *, tunes: bool = False) -> Adapter:
+    def _decided(self, window: Window, reason: str, *, tunes: bool = False) -> Adapter:
         return replace(self, latest=Decision(window.step, tunes, reason, window.step_ms))
 
 

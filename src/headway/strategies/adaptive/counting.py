@@ -53,9 +53,9 @@ class Turn:
 
     def ask(self) -> bool:
         """Whether no other model that takes steps is having its turn. To be asked every ``ASKED_EVERY_STEPS``."""
-        mine = self._model()
-        others = [turn for turn in _taken if turn._model() not in (None, mine)]
-        return not [turn for turn in others if not self._is_idle(turn)]
+        model = self._model()
+        turns = [turn for turn in _taken if turn._model() not in (None, model)]
+        return not [turn for turn in turns if not self._is_idle(turn)]
 
     @property
     def is_taken(self) -> bool:
@@ -70,10 +70,10 @@ class Turn:
         """Let others have theirs."""
         _taken.discard(self)
 
-    def _is_idle(self, other: Turn) -> bool:
-        steps, idle_asks = self._seen.get(other, (-1, 0))
-        idle_asks = idle_asks + 1 if other.steps == steps else 0
-        self._seen[other] = other.steps, idle_asks
+    def _is_idle(self, turn: Turn) -> bool:
+        steps, idle_asks = self._seen.get(turn, (-1, 0))
+        idle_asks = idle_asks + 1 if turn.steps == steps else 0
+        self._seen[turn] = turn.steps, idle_asks
         return idle_asks >= MOST_IDLE_ASKS
 
 

@@ -71,16 +71,16 @@ class PlanningProcess:
 
 def _ask(process: subprocess.Popen[bytes], question: bytes, tell: Callable[[str], None]) -> None:
     try:
-        said, _ = process.communicate(question, timeout=MOST_S)
-        tell(_shortlist_in(said) if process.returncode == 0 else FAILED)
+        output, _ = process.communicate(question, timeout=MOST_S)
+        tell(_shortlist_in(output) if process.returncode == 0 else FAILED)
     except (subprocess.TimeoutExpired, OSError, ValueError):
         process.kill()
         tell(FAILED)
 
 
-def _shortlist_in(said: bytes) -> str:
+def _shortlist_in(output: bytes) -> str:
     """The last line, behind what libraries may print as they are loaded. Raises ValueError where it is no shortlist."""
-    text = said.decode().rstrip().rpartition("\n")[2]
+    text = output.decode().rstrip().rpartition("\n")[2]
     Shortlist.model_validate_json(text)
     return text
 

@@ -109,8 +109,14 @@ class Tuned:
     @property
     def verdict(self) -> str:
         """In words, how stock DDP compared with the best of the decoupled schedules; "" where it was not tried."""
-        stock = [ms for each, ms in zip(self.candidates, self.measured_ms, strict=True) if each.is_stock]
-        ours = [ms for each, ms in zip(self.candidates, self.measured_ms, strict=True) if not each.is_stock]
+        stock = [
+            ms for candidate, ms in zip(self.candidates, self.measured_ms, strict=True) if candidate.is_stock
+        ]
+        ours = [
+            ms
+            for candidate, ms in zip(self.candidates, self.measured_ms, strict=True)
+            if not candidate.is_stock
+        ]
         if self.chosen is None or not stock or not ours:
             return self.note
         if not self.candidates[self.chosen].is_stock:
@@ -123,15 +129,15 @@ class Tuned:
     def reason(self) -> str:
         """In words, what came of it."""
         return "; ".join(
-            each for each in (f"tuned in {self.steps} steps", self.ended_early or self.verdict) if each
+            part for part in (f"tuned in {self.steps} steps", self.ended_early or self.verdict) if part
         )
 
     def entry(self, step: int, before: str) -> Entry:
         """It as a decision after ``step``, where what is described as ``before`` was in force."""
         predicted = {
-            each.strategy.describe(): each.predicted_ms
-            for each in self.candidates
-            if each.predicted_ms is not None
+            candidate.strategy.describe(): candidate.predicted_ms
+            for candidate in self.candidates
+            if candidate.predicted_ms is not None
         }
         return Entry(
             step=step, before=before, order=self.strategy.describe(), reason=self.reason,

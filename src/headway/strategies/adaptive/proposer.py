@@ -108,23 +108,29 @@ class PlannedProposer:
         """Whether ours is the fastest so far, in as many channels."""
         if not self._told:
             return False
-        best: Any = min(self._told, key=lambda each: self._told[each][0]).strategy
+        best: Any = min(self._told, key=lambda candidate: self._told[candidate][0]).strategy
         return best.name == strategy.name == HOME and bool(best.channels == cast("Any", strategy).channels)
 
     def _is_slower_already(self, strategy: Strategy) -> bool:
         """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``, not by
         what a busy machine's measurements differ by. Where others are far ahead, it has to have gained that much.
         """
-        told = {_cap_bytes(each.strategy): times[0] for each, times in self._told.items() if each.is_stock}
-        if not any(each.strategy.name == strategy.name for each in self._told if each.is_stock):
+        stock_ms = {
+            _cap_bytes(candidate.strategy): times[0]
+            for candidate, times in self._told.items()
+            if candidate.is_stock
+        }
+        if not any(
+            candidate.strategy.name == strategy.name for candidate in self._told if candidate.is_stock
+        ):
             return False
-        own, wanted = next(iter(told)), _cap_bytes(strategy)
-        way = [ms for cap, ms in told.items() if own <= cap < wanted or wanted < cap <= own]
+        script_cap, wanted = next(iter(stock_ms)), _cap_bytes(strategy)
+        way = [ms for cap, ms in stock_ms.items() if script_cap <= cap < wanted or wanted < cap <= script_cap]
         if len(way) < 2:
             return False
         *before, last = way
-        others = [times[0] for each, times in self._told.items() if not each.is_stock]
-        is_far_behind = bool(others) and min(way) > min(others) * (1 + FAR)
+        other_ms = [times[0] for candidate, times in self._told.items() if not candidate.is_stock]
+        is_far_behind = bool(other_ms) and min(way) > min(other_ms) * (1 + FAR)
         return last > min(before) * (1 - NOISE if is_far_behind else 1 + NOISE)
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
@@ -158,20 +164,24 @@ class CautiousProposer(PlannedProposer):
     """
 
     def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        home, *others = (
-            each for each in candidates if each.name != OTHER_FORM
+        home, *rest = (
+            candidate for candidate in candidates if candidate.name != OTHER_FORM
         )  # which waits for what others show
         limit_ms = math.inf if home.predicted_ms is None else home.predicted_ms * (1 - LEAST_PREDICTED_GAIN)
         better = [
-            (each.predicted_ms, number) for number, each in enumerate(others) if each.predicted_ms is not None
+            (candidate.predicted_ms, number)
+            for number, candidate in enumerate(rest)
+            if candidate.predicted_ms is not None
         ]
         tried = [
-            others[number] for predicted_ms, number in sorted(better)[:MOST_TRIED] if predicted_ms < limit_ms
+            rest[number] for predicted_ms, number in sorted(better)[:MOST_TRIED] if predicted_ms < limit_ms
         ]
         assert self._setting is not None
         question = self._setting.question
-        tried += [each for each in others if _is_carried(each)]
-        tried += [each for each in others if each.strategy in (question.stock, question.script_stock)][:1]
+        tried += [candidate for candidate in rest if _is_carried(candidate)]
+        tried += [
+            candidate for candidate in rest if candidate.strategy in (question.stock, question.script_stock)
+        ][:1]
         return [home, *tried] if tried else []
 
 

@@ -28,8 +28,8 @@ def shortlist(question: Question, *, by_guess: bool = False) -> list[Candidate]:
     ours = list(plugin_named(HOME).worth_trying(asked_first))
     if question.stock is None:
         return ours
-    later = [each for each in ours if each.name == OTHER_FORM]
-    first, *rest = [each for each in ours if each.name != OTHER_FORM]
+    later = [candidate for candidate in ours if candidate.name == OTHER_FORM]
+    first, *rest = [candidate for candidate in ours if candidate.name != OTHER_FORM]
     for name in ON_STOCK_DDP:
         rest += plugin_named(name).worth_trying(question)
     stock = Candidate(name=STOCK, strategy=question.stock)
@@ -63,7 +63,7 @@ def choose(trials: Sequence[Trial]) -> int:
     if stock:
         rival = _best_stock(trials, stock)
         pair = trials[chosen], trials[rival]
-        is_known = all(each.uncertainty_ms < math.inf for each in pair)
+        is_known = all(trial.uncertainty_ms < math.inf for trial in pair)
         if pair[0].measured_ms >= pair[1].measured_ms * (1 - TIE) or (is_known and _may_be_alike(*pair)):
             return rival
     return chosen
@@ -92,8 +92,10 @@ def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
         rival = trials[_best_stock(trials, stock)]
         if ranked and _may_be_as_fast(ranked[0], rival):
             again = [ranked[0], rival, *again[1:]]
-        others = sorted((trials[i] for i in stock), key=lambda trial: trial.measured_ms)
-        next_best = [each for each in others if each is not rival and _close(each, rival)][:1]
+        ranked_stock = sorted((trials[i] for i in stock), key=lambda trial: trial.measured_ms)
+        next_best = [
+            candidate for candidate in ranked_stock if candidate is not rival and _close(candidate, rival)
+        ][:1]
         if next_best and (not ranked or _may_be_as_fast(rival, ranked[0])):
             again = [*(again if rival in again else [rival, *again]), *next_best]
     return [trial.candidate for trial in again]
@@ -117,14 +119,16 @@ def _sides(trials: Sequence[Trial]) -> tuple[list[int], list[int]]:
     return stock, [i for i in range(len(trials)) if i not in stock]
 
 
-def _may_be_alike(one: Trial, other: Trial) -> bool:
+def _may_be_alike(first: Trial, second: Trial) -> bool:
     """Whether their measurements do not part them."""
-    return abs(one.measured_ms - other.measured_ms) <= math.hypot(one.uncertainty_ms, other.uncertainty_ms)
+    return abs(first.measured_ms - second.measured_ms) <= math.hypot(
+        first.uncertainty_ms, second.uncertainty_ms
+    )
 
 
-def _close(one: Trial, other: Trial) -> bool:
-    return _may_be_as_fast(one, other) and _may_be_as_fast(other, one)
+def _close(first: Trial, second: Trial) -> bool:
+    return _may_be_as_fast(first, second) and _may_be_as_fast(second, first)
 
 
-def _may_be_as_fast(one: Trial, other: Trial) -> bool:
-    return one.measured_ms <= other.measured_ms * (1 + CLOSE)
+def _may_be_as_fast(first: Trial, second: Trial) -> bool:
+    return first.measured_ms <= second.measured_ms * (1 + CLOSE)

@@ -112,10 +112,10 @@ class Adapting(StepCount):
                 intervals.append((yield))
                 sums.append(self._traffic.sums)
             seen = rank_window(intervals, sums, sees_waits=not self._model().is_stock)
-            told = agreement_of(self._model()).tell_each(seen)
+            answers = agreement_of(self._model()).tell_each(seen)
             # What ranks say is on its way behind parameters that are being gathered: nobody waits for it.
             yield
-            window = Window.of(self._steps, told())
+            window = Window.of(self._steps, answers())
             count = min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(WINDOW_MS / window.step_ms)))
             if self._is_to_be_tuned(window):
                 return
@@ -145,9 +145,9 @@ class Adapting(StepCount):
         self._adapter = self._adapter.tuned(self._steps, tuned.steps, gain)
         took_ms = 0.0 if tuned.chosen is None else tuned.measured_ms[tuned.chosen]
         predicted = {
-            each.strategy.describe(): each.predicted_ms
-            for each in tuned.candidates
-            if each.predicted_ms is not None
+            candidate.strategy.describe(): candidate.predicted_ms
+            for candidate in tuned.candidates
+            if candidate.predicted_ms is not None
         }
         self._note(f"tuned in {tuned.steps} steps: {came_of(tuned)}", took_ms, before, predicted)
         wrapped.tuner = self
@@ -185,10 +185,10 @@ class Adapting(StepCount):
         """The schedule in force, in words, on the rank that writes it down: told anew only when it has changed."""
         if not self._is_first:
             return ""
-        known = self._named
-        if known is None or known[0] is not wrapped.schedule or known[1] != wrapped.handovers:
-            known = self._named = wrapped.schedule, wrapped.handovers, wrapped.strategy.describe()
-        return known[2]
+        named = self._named
+        if named is None or named[0] is not wrapped.schedule or named[1] != wrapped.handovers:
+            named = self._named = wrapped.schedule, wrapped.handovers, wrapped.strategy.describe()
+        return named[2]
 
 
 def rank_window(
@@ -200,12 +200,12 @@ def rank_window(
 
     Each value is the median over steps that nothing else has disturbed, here or on a rank that others waited for.
     """
-    found = [
-        (each, Sums(*(now - before for now, before in zip(after, earlier, strict=True))))
-        for each, (earlier, after) in zip(intervals, pairwise(sums), strict=True)
+    seen = [
+        (interval, Sums(*(now - before for now, before in zip(after, earlier, strict=True))))
+        for interval, (earlier, after) in zip(intervals, pairwise(sums), strict=True)
     ]
-    calm = [(each.ms, traffic) for each, traffic in found if not each.disturbed] or [
-        (each.ms, traffic) for each, traffic in found
+    calm = [(interval.ms, traffic) for interval, traffic in seen if not interval.disturbed] or [
+        (interval.ms, traffic) for interval, traffic in seen
     ]
     steps_ms = [ms for ms, _ in calm]
     spread = statistics.stdev(steps_ms) if len(calm) > 1 else 0.0
