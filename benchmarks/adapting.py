@@ -32,9 +32,9 @@ from paced_training.stock import ddp_default
 from paced_training.trainer import Trainer
 
 from headway.lab.spec import LabSpec, parse_spec
-from headway.strategies.adaptive.adapting import live
-from headway.strategies.adaptive.tuning.proposals import Alternative
-from headway.strategies.adaptive.tuning.tuner import tune
+from headway.strategies.adaptive import watching
+from headway.strategies.adaptive.tuner import tune
+from headway.strategies.base import Strategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 
 WORKER = "--worker"
@@ -125,10 +125,10 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
 class Adapting(Ours):
     """A fixed plan; with ``adapts`` it is watched."""
 
-    def __init__(self, job: PacedJob, strategy: Alternative, *, adapts: bool) -> None:
+    def __init__(self, job: PacedJob, strategy: Strategy, *, adapts: bool) -> None:
         super().__init__(job, strategy)
         if adapts:
-            live.adapt(self.decoupled)
+            watching.adapt(self.decoupled)
 
 
 def work(name: str, rounds: int, out: Path) -> None:
@@ -161,13 +161,13 @@ def work(name: str, rounds: int, out: Path) -> None:
     os._exit(0)
 
 
-def _trainer(method: str, job: PacedJob, home: Alternative, there: Alternative) -> Trainer:
+def _trainer(method: str, job: PacedJob, home: Strategy, there: Strategy) -> Trainer:
     if method == "ddp":
         return ddp_default(job)
     return Adapting(job, there if method == "tuned for it" else home, adapts=method == "headway")
 
 
-def _tuned(job: PacedJob) -> Alternative:
+def _tuned(job: PacedJob) -> Strategy:
     cap_bytes = max(1, round(BEGIN_MB * job.scale * 2**20))
     trainer = Ours(job, DecoupledStrategy(bucket_cap_bytes=cap_bytes))
     tune(trainer.decoupled)

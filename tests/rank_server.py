@@ -41,8 +41,7 @@ IMPORTED = (
 )  # fmt: skip
 HEADWAY = (
     "headway.integrations.parallelize", "headway.integrations.plan_injection", "headway.recording.attach",
-    "headway.strategies.registry",
-    "headway.strategies.decoupled.runtime",
+    "headway.strategies.registry", "headway.strategies.decoupled.wrapper",
     "headway.strategies.parameter_server.runtime", "headway.strategies.partial_all_reduce.host_wrapper",
     "headway.strategies.partial_all_reduce.wrapper", "headway.strategies.pipeline.runtime",
 )  # fmt: skip

@@ -126,11 +126,7 @@ def unmapped(names: dict[str, Module]) -> list[str]:
     drawn = set(
         re.findall(r"^ {2,}([a-z_]+(?:/[a-z_]+)*)/ ", (ROOT / "docs/architecture.md").read_text(), re.M)
     )
-    real = {
-        str(module.path.parent.relative_to(PACKAGE))
-        for module in names.values()
-        if module.path.name == "__init__.py"
-    } - {"."}
+    real = {str(module.path.parent.relative_to(PACKAGE)) for module in names.values()} - {"."}
     return [f"not drawn: {folder}" for folder in sorted(real - drawn)] + [
         f"does not exist: {folder}" for folder in sorted(drawn - real)
     ]

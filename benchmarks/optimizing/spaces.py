@@ -11,12 +11,12 @@ from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_layout import profile_of
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.draft import ScheduleDrafter, ScheduleOptions
-from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES, Part, whole
 from headway.scheduling.fusion import Groups, bucket_caps_mb
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.planner.drafts import ScheduleDrafter, ScheduleOptions
+from headway.strategies.decoupled.planner.surrogate import Predictor
 from headway.strategies.decoupled.policy import strategy_of
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import micro_batches

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from headway.job import Job
-from headway.strategies.adaptive.tuning.proposals import Alternative, Tuned
-from headway.strategies.adaptive.tuning.tuner import MEASURED_STEPS, tune
+from headway.strategies.adaptive.policy import AdaptiveStrategy
+from headway.strategies.adaptive.proposals import Tuned
+from headway.strategies.adaptive.tuner import MEASURED_STEPS, tune
+from headway.strategies.adaptive.wrapper import AdaptiveDataParallel
+from headway.strategies.base import Strategy
 from headway.strategies.decoupled.gather_parameters import GatherParameters
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.wrapper import DecoupledDataParallel
-from headway.strategies.live.module_spec import model_spec
 from paced_training.cases import Effort
 from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.planned import end, settle
@@ -24,7 +24,7 @@ class Ours(Trainer):
     name = "headway"
     bound = "decoupled"
 
-    def __init__(self, job: PacedJob, strategy: Alternative, *, counted: bool = False) -> None:
+    def __init__(self, job: PacedJob, strategy: Strategy, *, counted: bool = False) -> None:
         """``counted`` counts memory during the first step, which then takes long."""
         inner = job.make()
         self._counted = counted
@@ -33,8 +33,8 @@ class Ours(Trainer):
             # Kept until then, so that none of their addresses is used again.
             self._others = {a: storage for a, storage in live_storages().items() if a not in own}
         decided = strategy if isinstance(strategy, DecoupledStrategy) else DecoupledStrategy()
-        wrapped = DecoupledDataParallel(
-            inner, schedule=decided.decide(Job.of(model_spec(inner))), bucket_cap_mb=BEGIN_MB * job.scale,
+        wrapped = AdaptiveDataParallel(
+            inner, strategy=AdaptiveStrategy(begin_as=decided, tune=False), bucket_cap_mb=BEGIN_MB * job.scale,
             gradient_as_bucket_view=True,  # as tuned DDP has it
         )  # fmt: skip
         if not isinstance(strategy, DecoupledStrategy):

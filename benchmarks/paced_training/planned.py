@@ -6,6 +6,7 @@ from torch import nn
 
 import headway
 from headway.plan import Plan
+from headway.strategies.adaptive.wrapper import AdaptiveDataParallel
 from headway.strategies.base import Strategy
 from headway.strategies.decoupled.lifecycle import release
 from headway.strategies.decoupled.wrapper import DecoupledDataParallel
@@ -35,12 +36,12 @@ class Planned(Trainer):
 
 def settle(wrapped: nn.Module) -> None:
     """Wait for what a decoupled model has in flight."""
-    if isinstance(wrapped, DecoupledDataParallel) and wrapped.engine is not None:
+    if isinstance(wrapped, AdaptiveDataParallel | DecoupledDataParallel) and wrapped.engine is not None:
         # Not flush(): nobody looks at gradients, which would have to be fetched.
         wrapped.engine.settlement.settle_values()
 
 
 def end(wrapped: nn.Module) -> None:
     """Give back the threads and process groups of a decoupled model."""
-    if isinstance(wrapped, DecoupledDataParallel) and wrapped.engine is not None:
+    if isinstance(wrapped, AdaptiveDataParallel | DecoupledDataParallel) and wrapped.engine is not None:
         release(wrapped.engine)

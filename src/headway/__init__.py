@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from headway.integrations.parallelize import finish, parallelize
     from headway.plan import Plan
     from headway.recording.attach import record
-    from headway.strategies.ddp.feedback_state import compression_state, load_compression_state
+    from headway.strategies.ddp.runtime import compression_state, load_compression_state
     from headway.trace.folder import load_trace
     from headway.trace.format import Trace
 
@@ -99,10 +99,10 @@ _LAZY = {
     "Plan": "headway.plan",
     "Replayed": "headway.api",
     "Trace": "headway.trace.format",
-    "compression_state": "headway.strategies.ddp.feedback_state",
+    "compression_state": "headway.strategies.ddp.runtime",
     "diagnose": "headway.api",
     "finish": "headway.integrations.parallelize",
-    "load_compression_state": "headway.strategies.ddp.feedback_state",
+    "load_compression_state": "headway.strategies.ddp.runtime",
     "load_trace": "headway.trace.folder",
     "optimize": "headway.api",
     "parallelize": "headway.integrations.parallelize",

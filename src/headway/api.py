@@ -224,7 +224,8 @@ def strategy(name: str, **options: Any) -> Strategy:
     registry.check_usable(name)
     if name not in (*registry.names(), *registry.COMPOSED):
         raise UserError("there is no such strategy", got=repr(name), expected=" or ".join(registry.names()))
-    return files.validate(options, registry.policy_named(name), UserError, f"strategy {name}")
+    today, options = registry.of_today(name, options)
+    return files.validate(options, registry.policy_named(today), UserError, f"strategy {name}")
 
 
 def _loaded(trace: Trace | str | Path) -> Trace:

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.behaviour.adaptive_models import adaptive
 from tests.behaviour.tuning_cases import batch, seen
 from torch import nn
 
+from headway.api import strategy
 from headway.errors import UnsupportedError
-from headway.strategies.adaptive.adapting import live
-from headway.strategies.adaptive.tuning import link_rates
+from headway.strategies.adaptive import watching
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import DECISIONS_VARIABLE
+from headway.strategies.decoupled import links
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import wrap
 from headway.strategies.live.channels import observer as observing
+from headway.strategies.registry import plugin_of
 
 SO_MAX_PACING_RATE = 47
 UNLIMITED = 2**64 - 1
@@ -73,10 +75,10 @@ def slowed(
     """Training on a network that becomes slow, where given in stock DDP at first."""
     logging.getLogger("headway").setLevel(logging.ERROR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "WINDOW_MS", 20.0)  # steps are short here
+        patch.setattr(watching, "WINDOW_MS", 20.0)  # steps are short here
         patch.setenv(DECISIONS_VARIABLE, decisions)
         options = {"bucket_cap_bytes": 2**16, "adapt": adapt, "begin_as": begin_as}
-        wrapped: Any = wrap(net(), DecoupledStrategy.model_validate(options))
+        wrapped: Any = plugin_of(began := strategy("decoupled", **options)).wrap(net(), began)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         for step in range(FAST_STEPS):
             step_of(wrapped, optimizer, step, rank, world_size)
@@ -85,8 +87,8 @@ def slowed(
             step_of(wrapped, optimizer, step, rank, world_size)
         pace(UNLIMITED)
         result = seen(wrapped, optimizer)
-        tuned = wrapped.tuning
-        watched = wrapped.tuner is not None
+        tuned = getattr(wrapped, "tuning", None)
+        watched = getattr(wrapped, "tuner", None) is not None
         del wrapped, optimizer
         gc.collect()
     return result | {
@@ -100,10 +102,10 @@ def with_one_slow_link(rank: int, world_size: int, decisions: str) -> dict[str, 
     """Training where the last rank's link becomes slow: what was tried, and what stayed."""
     logging.getLogger("headway").setLevel(logging.ERROR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "WINDOW_MS", 20.0)
-        patch.setattr(link_rates, "apart", lambda _hosts: True)  # ranks of one host stand for as many hosts
+        patch.setattr(watching, "WINDOW_MS", 20.0)
+        patch.setattr(links, "apart", lambda _hosts: True)  # ranks of one host stand for as many hosts
         patch.setenv(DECISIONS_VARIABLE, decisions)
-        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=2**16, adapt=True))
+        wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=2**16), adapt=True)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         for step in range(FAST_STEPS):
             step_of(wrapped, optimizer, step, rank, world_size)
@@ -135,8 +137,8 @@ def alone(world_size: int) -> dict[str, Any]:
 def dropped(rank: int, world_size: int) -> bool:
     """Whether a model that is watched is let go of with its last reference, without the collector."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "WINDOW_MS", 20.0)
-        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=2**16, adapt=True))
+        patch.setattr(watching, "WINDOW_MS", 20.0)
+        wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=2**16), adapt=True)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
         for step in range(FAST_STEPS):
             step_of(wrapped, optimizer, step, rank, world_size)
@@ -152,9 +154,9 @@ def dropped(rank: int, world_size: int) -> bool:
 
 def compiled(_rank: int, _world_size: int) -> str:
     """Why a plan of stock DDP does not adapt a compiled model."""
-    strategy = DecoupledStrategy(adapt=True, begin_as=DistributedDataParallelStrategy())
+    begins_as = DistributedDataParallelStrategy()
     try:
-        wrap(torch.compile(net()), strategy)  # type: ignore[arg-type]
+        adaptive(torch.compile(net()), begins_as, adapt=True)  # type: ignore[arg-type]
     except UnsupportedError as refusal:
         return str(refusal)
     return ""

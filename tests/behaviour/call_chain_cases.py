@@ -15,7 +15,7 @@ import headway
 from headway.collectives import executor
 from headway.scheduling.buckets import GatherMode
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import wrap
+from headway.strategies.decoupled.wrapper import wrap
 
 ROOT = str(Path(headway.__file__).parent)
 LAYERS, WIDTH = 12, 8

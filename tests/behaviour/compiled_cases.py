@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import headway
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.ddp.runtime import wrap as wrap_stock
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 
 STEPS = 8
 

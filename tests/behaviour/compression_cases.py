@@ -22,9 +22,8 @@ from headway.measuring.codecs import codec_costs
 from headway.plan import Plan
 from headway.recording.description import strategy_in_force
 from headway.strategies.ddp.compressed import Compressing
-from headway.strategies.ddp.feedback_state import KEPT, REMEMBERED
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.ddp.wire import compressing_of
+from headway.strategies.ddp.runtime import KEPT, REMEMBERED, compressing_of
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.module_spec import model_spec
 

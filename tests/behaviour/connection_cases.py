@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.parameter_server.runtime import wrap
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 
 PER_RANK = 4
 WIDTH = 6

@@ -21,9 +21,9 @@ from torch.distributed import destroy_process_group  # as scripts import it, bef
 
 from headway.errors import CommunicationError, HeadwayError, UnsupportedError
 from headway.scheduling.buckets import GATHER_MODES, GatherMode
-from headway.strategies.decoupled import runtime
+from headway.strategies.decoupled import wrapper
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.live.channels import observer as observing
 
 
@@ -222,7 +222,7 @@ def disagreeing(rank: int, world_size: int) -> dict[str, str]:
     """Rank 1 leaves out its third step, once in each form; then what watches its collectives fails."""
     found: dict[str, str] = {}
     for gather in GATHER_MODES:
-        wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+        wrapped = wrapper.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         found[gather] = _said_by(lambda: _train(wrapped, optimizer, rank, leaves_out=2 if rank == 1 else -1))  # noqa: B023
     wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
@@ -238,7 +238,7 @@ def interrupted(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 1's script ends before its last step, which rank 0 has taken; rank 0 saves what there is."""
     found: dict[str, Any] = {}
     for gather in reversed(GATHER_MODES):
-        wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+        wrapped = wrapper.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
         before: list[torch.Tensor] = []
         for index in range(3):
@@ -263,7 +263,7 @@ def interrupted(rank: int, world_size: int) -> dict[str, Any]:
 
 def emergency(rank: int, world_size: int, gather: GatherMode) -> dict[str, Any]:
     """Rank 1 raises between two steps; rank 0 catches what that does to it, and saves an emergency checkpoint."""
-    wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+    wrapped = wrapper.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     try:
         for index in range(9):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import UnsupportedError, UserError
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 
 REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {}
 

@@ -20,9 +20,9 @@ from torch import nn
 from headway import torch_private
 from headway.errors import CommunicationError
 from headway.strategies.decoupled.deferred import DeferredParameter
-from headway.strategies.decoupled.messages import Limits
+from headway.strategies.decoupled.peers import Limits
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.live.channels import observer as observing
 from headway.strategies.live.channels.observer import Collective
 from headway.strategies.live.reads import install

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.behaviour.adaptive_models import adaptive
 from tests.behaviour.decoupled.partial_cases import Branches
 from tests.behaviour.tuning_cases import OPTIMIZERS, STEPS, Script, batch, forms_of, net, schedule_of
 from torch import nn
@@ -14,7 +15,6 @@ from torch import nn
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import wrap
 from headway.strategies.live.module_spec import model_spec
 
 OTHER_BUCKETS = DistributedDataParallelStrategy(bucket_cap_mb=0.001)
@@ -26,7 +26,7 @@ def _no_room(*_: Any, **__: Any) -> None:
 
 def broken_off(rank: int, world_size: int, change: str) -> bool:
     """A change that finds no memory, and training that is refused behind it: whether evaluation goes on."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512))
     script = Script(wrapped, OPTIMIZERS["adam"](wrapped.parameters()), rank, world_size)
     script.run(2)
     other = schedule_of(model_spec(wrapped.module), 128, "parameters", 1)
@@ -55,7 +55,7 @@ def broken_off(rank: int, world_size: int, change: str) -> bool:
 
 def not_between_steps(rank: int, world_size: int) -> list[str]:
     """Changes asked for within a backward change nothing, and training goes on; what they are refused with."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512))
     other = schedule_of(model_spec(wrapped.module), 128, "parameters", 1)
     changes = [wrapped.use_stock_ddp, lambda: wrapped.reschedule(other)]
     found: list[str] = []
@@ -80,8 +80,8 @@ def not_between_steps(rank: int, world_size: int) -> list[str]:
 
 def several_forwards_of_other_branches(rank: int, world_size: int) -> tuple[list[str], str]:
     """The tuner on a script that only ours trains: stock DDP looks at the last forward's branches alone."""
-    wrapped: Any = wrap(
-        Branches(), DecoupledStrategy(bucket_cap_bytes=512, tune=True), find_unused_parameters=True
+    wrapped: Any = adaptive(
+        Branches(), DecoupledStrategy(bucket_cap_bytes=512), tune=True, find_unused_parameters=True
     )
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
     for step in range(STEPS):

@@ -15,20 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from tests.behaviour.adaptive_models import adaptive
 from tests.behaviour.tuning_cases import OPTIMIZERS, STEPS, Script, batch, forms_of, net, schedule_of, seen
 from torch import nn
 
 from headway.errors import PlanError, UnsupportedError
 from headway.recording.description import strategy_in_force
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.adaptive.tuning.proposals import Candidate, Setting, Trial
-from headway.strategies.adaptive.tuning.tuner import tune
+from headway.strategies.adaptive.proposals import Setting, Trial
+from headway.strategies.adaptive.tuner import tune
+from headway.strategies.adaptive.wrapper import AdaptiveDataParallel
+from headway.strategies.candidates import Candidate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import DECISIONS_VARIABLE
 from headway.strategies.decoupled import deferred
-from headway.strategies.decoupled.bucket import LiveBucket
+from headway.strategies.decoupled.buckets import LiveBucket
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import DecoupledDataParallel, wrap
+from headway.strategies.decoupled.shortlist import candidate
 from headway.strategies.live.channels import retirement
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
@@ -51,7 +54,7 @@ def _live_buckets() -> int:
     return sum(isinstance(each, LiveBucket) for each in gc.get_objects())
 
 
-def _state_of_the_process(wrapped: DecoupledDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state_of_the_process(wrapped: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "stock": wrapped.is_stock,
         "hooks": _hooks(wrapped.module),
@@ -69,7 +72,7 @@ def _state_of_the_process(wrapped: DecoupledDataParallel, optimizer: torch.optim
 def what_is_left(rank: int, world_size: int) -> Any:
     """A few steps in each form, and what the process and the wrapper have of ours behind them."""
     before = _descriptors()
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512))
     optimizer = OPTIMIZERS["adam"](wrapped.parameters())
     script = Script(wrapped, optimizer, rank, world_size)
     calls: list[int] = []
@@ -113,7 +116,7 @@ def what_is_left_alone(world_size: int) -> Any:
 def through_servers(rank: int, world_size: int) -> Any:
     """Ours, servers, other servers, stock DDP, servers and ours again, with what scripts do meanwhile."""
     before = _descriptors()
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512))
     script = Script(wrapped, OPTIMIZERS["adam"](wrapped.parameters()), rank, world_size)
     script.sometimes_evaluate = script.sometimes_accumulate = True
     unequal = ParameterServerStrategy(bucket_cap_mb=0.0002, shares=tuple(range(1, world_size + 1)), pieces=2)
@@ -156,7 +159,7 @@ def joined_through_servers(rank: int, world_size: int, initial: bool) -> Any:
     """Uneven inputs, one rank without any, under stock DDP and while servers carry gradients."""
     found = []
     for strategy in (DistributedDataParallelStrategy(), ParameterServerStrategy(bucket_cap_mb=0.0002)):
-        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+        wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512))
         wrapped.use_stock_ddp(strategy)
         optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
         with wrapped.join(divide_by_initial_world_size=initial):
@@ -171,7 +174,7 @@ def joined_through_servers(rank: int, world_size: int, initial: bool) -> Any:
 
 def frozen_in_turns(rank: int, world_size: int) -> Any:
     """Halves of a model are frozen in turns while servers carry its gradients, over the connections that they have."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512))
     wrapped.use_stock_ddp(ParameterServerStrategy(bucket_cap_mb=0.0002))
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
     channels = []
@@ -220,7 +223,7 @@ class AlternatesWithStock:
         schedules: list[BucketSchedule] = [
             schedule_of(model, 200, "parameters", 1), schedule_of(model, 400, "gradients", 2)
         ]  # fmt: skip
-        ours = [Candidate.of(f"number {n}", schedule, model) for n, schedule in enumerate(schedules)]
+        ours = [candidate(f"number {n}", schedule, model) for n, schedule in enumerate(schedules)]
         stock = [] if stock_ddp is None else [Candidate(name="stock DDP", strategy=stock_ddp)]
         self._left = [ours[0], *stock, ours[1], *stock, ours[0], *stock]
 
@@ -242,7 +245,7 @@ def tuned_in_turns(rank: int, world_size: int, name: str, best: int, decisions: 
     logging.getLogger("headway").setLevel(logging.ERROR)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DECISIONS_VARIABLE, decisions)
-        wrapped: Any = DecoupledDataParallel(net(), bucket_cap_mb=0.0005)
+        wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=524), bucket_cap_mb=0.0005)
         tune(wrapped, AlternatesWithStock(best))
         script = Script(wrapped, OPTIMIZERS[name](wrapped.parameters()), rank, world_size)
         script.sometimes_evaluate = script.sometimes_accumulate = True
@@ -261,7 +264,7 @@ def tuned_in_turns(rank: int, world_size: int, name: str, best: int, decisions: 
 
 def several_backwards(rank: int, world_size: int) -> Any:
     """Two forwards and then two backwards, of which stock DDP would reduce one."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -311,7 +314,7 @@ class _Looks:
 
 def counted_backwards(rank: int, world_size: int) -> list[int]:
     """How many backwards were counted under stock DDP after each of several kinds."""
-    wrapped: Any = wrap(_Returning(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped: Any = adaptive(_Returning(), DecoupledStrategy(bucket_cap_bytes=512))
     wrapped.use_stock_ddp()
     wrapped.tuner = _Looks()
     x, y = batch(0, rank, world_size)
@@ -343,7 +346,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         except UnsupportedError as error:
             found.append(str(error))
 
-    wrapped: Any = DecoupledDataParallel(net(), process_group=None)
+    wrapped: Any = adaptive(net(), DecoupledStrategy(), process_group=None)
     with wrapped.join():
         trying(wrapped.use_stock_ddp)
         wrapped(batch(0, rank, world_size)[0]).sum().backward()
@@ -358,7 +361,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 def refused_by_stock_ddp(rank: int, world_size: int) -> Any:
     """A model that stock DDP refuses is trained as before."""
     model = nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
-    wrapped: Any = wrap(model, DecoupledStrategy(bucket_cap_bytes=256, tune=True))
+    wrapped: Any = adaptive(model, DecoupledStrategy(bucket_cap_bytes=256), tune=True)
     model[1].eval()  # else it would want a GPU
     script = Script(wrapped, OPTIMIZERS["sgd"](wrapped.parameters()), rank, world_size)
     script.run(STEPS)
@@ -373,7 +376,7 @@ def refused_by_stock_ddp(rank: int, world_size: int) -> Any:
 
 def refused_on_one_rank(rank: int, world_size: int) -> Any:
     """A rank that alone has no memory for stock DDP's buckets: no rank goes over."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=256))
     script = Script(wrapped, OPTIMIZERS["sgd"](wrapped.parameters()), rank, world_size)
     script.run(2)
     begin = wrapped._stock.begin
@@ -395,7 +398,7 @@ def refused_on_one_rank(rank: int, world_size: int) -> Any:
 
 def alone_in_the_job(rank: int, world_size: int) -> Any:
     """A single worker that is to be tuned, which takes the same steps in the reference."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256, tune=True))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=256), tune=True)
     script = Script(wrapped, OPTIMIZERS["adam"](wrapped.parameters()), rank, world_size)
     script.run(STEPS)
     return seen(wrapped, script.optimizer) | {"stock": wrapped.is_stock, "said": wrapped.tuning.describe()}
@@ -425,7 +428,7 @@ class _TriesStock:
 
 def handed_over_while_stock_is_tried(rank: int, world_size: int) -> Any:
     """The script hands its steps over by hand just when the tuner tries stock DDP."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=256))
     tune(wrapped, _TriesStock())
     script = Script(wrapped, OPTIMIZERS["sgd"](wrapped.parameters()), rank, world_size)
     script.run(8)

@@ -19,7 +19,7 @@ from headway.recording import description
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 

@@ -27,7 +27,7 @@ from headway.collectives.algorithms import RING, sent_bytes
 from headway.recording import recorder as recording
 from headway.recording import watches
 from headway.recording.recorder import Recorder, RecordOptions
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.live.channels import observer as observing
 from headway.strategies.live.channels.observer import Collective
 from headway.torch_private import JobStore

@@ -22,6 +22,7 @@ from headway.strategies.ddp import runtime
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.module_spec import model_spec
+from headway.strategies.live.stock import named_buckets
 from headway.strategies.registry import policy_named
 
 STEPS = 4
@@ -75,7 +76,7 @@ def real_buckets(
         found.append(
             {
                 "planned": [list(bucket.parameters) for bucket in schedule.buckets],
-                "real": [list(bucket) for bucket in runtime.named_buckets(wrapped)],
+                "real": [list(bucket) for bucket in named_buckets(wrapped)],
                 "planned_bytes": [bucket.size_bytes for bucket in schedule.buckets],
                 "real_bytes": [int(size) for size in logged["rebuilt_bucket_sizes"].split(",")],
             }

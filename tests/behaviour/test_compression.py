@@ -20,7 +20,7 @@ from headway.compression.registry import codecs, proposed
 from headway.errors import UnsupportedError, UserError
 from headway.replayer.replayer import Replayer
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.ddp.wire import check
+from headway.strategies.ddp.runtime import check_wire
 from headway.trace.folder import load_trace
 
 CASES = "tests.behaviour.compression_cases"
@@ -181,8 +181,10 @@ def test_what_could_not_be_sent_is_refused() -> None:
         (nn.Linear(2, 2, device="meta"), "on the CPU"),
     ):
         with pytest.raises(UnsupportedError, match=said):
-            check(module, int8)
-    check(nn.Linear(2, 2, device="meta"), DistributedDataParallelStrategy(wire=(Cast(dtype="bfloat16"),)))
+            check_wire(module, int8)
+    check_wire(
+        nn.Linear(2, 2, device="meta"), DistributedDataParallelStrategy(wire=(Cast(dtype="bfloat16"),))
+    )
     with pytest.raises(UserError, match="as they are"):
         headway.compression_state(nn.Linear(2, 2))
 

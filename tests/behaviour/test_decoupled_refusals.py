@@ -7,7 +7,7 @@ from tests import workers
 from torch import nn
 
 from headway.errors import UserError
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 
 pytestmark = pytest.mark.processes
 

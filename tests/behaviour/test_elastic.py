@@ -22,11 +22,13 @@ from tests.scripts.train_elastic import net, rows
 from torch import nn
 
 from headway.plan import Plan
+from headway.strategies.adaptive.policy import AdaptiveStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decisions import read_journal
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import adapting, plugin_of
 
 STEPS = 260
@@ -147,17 +149,19 @@ def test_plans_that_cannot_adapt_are_refused() -> None:
     """Casts would be lost, and of a compiled model stock DDP cannot be handed over."""
     cast = DistributedDataParallelStrategy.model_validate({"wire": [{"dtype": "bfloat16"}]})
     assert adapting(cast) is None
-    assert adapting(DistributedDataParallelStrategy()) == DecoupledStrategy(
-        adapt=True, begin_as=DistributedDataParallelStrategy()
+    assert adapting(DistributedDataParallelStrategy()) == AdaptiveStrategy(
+        begin_as=DistributedDataParallelStrategy(), tune=False, adapt=True
     )
     servers = adapting(ParameterServerStrategy(bucket_cap_mb=2, shares=(1, 2, 3), pieces=4))
-    assert isinstance(servers, DecoupledStrategy)
+    assert isinstance(servers, AdaptiveStrategy)
     assert servers.begin_as == ParameterServerStrategy(bucket_cap_mb=2, shares=(1, 2, 3), pieces=4)
-    assert DecoupledStrategy.model_validate_json(servers.model_dump_json()) == servers
+    assert AdaptiveStrategy.model_validate_json(servers.model_dump_json()) == servers
     elsewhere = plugin_of(servers).for_workers(servers)
-    assert isinstance(elsewhere, DecoupledStrategy)
+    assert isinstance(elsewhere, AdaptiveStrategy)
     assert elsewhere.begin_as == ParameterServerStrategy(bucket_cap_mb=2)
-    with pytest.raises(ValueError, match="begin_as is for adapt"):
-        DecoupledStrategy(begin_as=DistributedDataParallelStrategy())
+    with pytest.raises(ValueError, match="must send gradients as they are"):
+        AdaptiveStrategy(begin_as=cast)
+    with pytest.raises(ValueError, match="cannot be pipeline"):
+        AdaptiveStrategy(begin_as=PipelineStrategy())
     for reason in workers.run(2, "tests.behaviour.adapting_cases:compiled"):
         assert "cannot adapt a compiled model" in reason

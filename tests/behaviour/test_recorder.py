@@ -20,7 +20,7 @@ from headway.errors import HeadwayError, LaunchError, TraceError
 from headway.replayer.replayer import Replayer
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 from headway.trace.events import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.behaviour.adaptive_models import adaptive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,10 +26,13 @@ from headway.model import ModelSpec
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
 from headway.scheduling.fusion import cut, fill
-from headway.strategies.adaptive.tuning.proposals import Candidate, Setting, Trial, Tuned
-from headway.strategies.adaptive.tuning.tuner import tune
+from headway.strategies.adaptive.policy import AdaptiveStrategy
+from headway.strategies.adaptive.proposals import Setting, Trial, Tuned
+from headway.strategies.adaptive.tuner import tune
+from headway.strategies.adaptive.wrapper import AdaptiveDataParallel
+from headway.strategies.candidates import Candidate
 from headway.strategies.decoupled.policy import DecoupledStrategy
-from headway.strategies.decoupled.runtime import DecoupledDataParallel, wrap
+from headway.strategies.decoupled.shortlist import candidate
 from headway.strategies.live.channels import observer as observing
 from headway.strategies.live.module_spec import model_spec
 
@@ -140,7 +144,7 @@ class Scripted:
     def begin(self, setting: Setting) -> None:
         forms: Sequence[GatherMode] = ("parameters", "gradients", "parameters", "gradients", "parameters")
         self.left = [
-            Candidate.of(
+            candidate(
                 f"number {n}",
                 schedule_of(setting.question.model, 200 * (n + 1), form, 1 + n % 2),
                 setting.question.model,
@@ -167,7 +171,7 @@ def schedule_of(model: ModelSpec, cap_bytes: int, gather: GatherMode, channels: 
 
 
 def _train(
-    wrapped: DecoupledDataParallel, name: str, rank: int, world_size: int, steps: int, **options: Any
+    wrapped: AdaptiveDataParallel, name: str, rank: int, world_size: int, steps: int, **options: Any
 ) -> Any:
     script = Script(wrapped, OPTIMIZERS[name](wrapped.parameters()), rank, world_size)
     for option, value in options.items():
@@ -205,7 +209,7 @@ def forms_of(tuned: Tuned) -> list[str]:
 
 
 def scripted(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
-    wrapped = DecoupledDataParallel(net(), bucket_cap_mb=0.0005)
+    wrapped = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=524), bucket_cap_mb=0.0005)
     tune(wrapped, Scripted())
     return _train(wrapped, optimizer, rank, world_size, steps, **options)
 
@@ -213,8 +217,8 @@ def scripted(rank: int, world_size: int, optimizer: str, steps: int, options: di
 def planned(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
     """Tuned by the product's own proposer, with the log and what is left behind."""
     with _logged() as lines:
-        strategy = DecoupledStrategy(bucket_cap_bytes=512, tune=True)
-        result = _train(wrap(net(), strategy), optimizer, rank, world_size, steps, **options)
+        wrapped = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
+        result = _train(wrapped, optimizer, rank, world_size, steps, **options)
     null = type(observing.observer()).__name__
     return result | {"log": lines, "observer": null}
 
@@ -227,7 +231,7 @@ def planned_on_hosts(rank: int, world_size: int, places: str) -> Any:
 
 def freezing(rank: int, world_size: int, changes: int) -> Any:
     """Layers are frozen and unfrozen while the tuner works."""
-    wrapped = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    wrapped = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
     frozen = {6 + 5 * change: change % 2 == 0 for change in range(changes)}
     return _train(wrapped, "sgd", rank, world_size, STEPS, frozen=frozen)
 
@@ -235,7 +239,7 @@ def freezing(rank: int, world_size: int, changes: int) -> Any:
 def injected(rank: int, world_size: int) -> Any:
     """An unmodified script under a plan that says tune."""
     model = model_spec(net())
-    plan_injection.install(Plan.data_parallel(DecoupledStrategy(tune=True), world_size, model))
+    plan_injection.install(Plan.data_parallel(AdaptiveStrategy(), world_size, model))
     wrapped: Any = DistributedDataParallel(net(), bucket_cap_mb=1)
     plan_injection.uninstall()
     return _train(wrapped, "sgd", rank, world_size, STEPS)
@@ -282,8 +286,8 @@ def left_alone(rank: int, world_size: int) -> dict[str, str]:
 
 def several_forwards(rank: int, world_size: int) -> Any:
     """Two forwards before each backward, and two models, of which each is tuned in its turn."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
-    other: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256, tune=True))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
+    other: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=256), tune=True)
     optimizer = OPTIMIZERS["adam"]([*wrapped.parameters(), *other.parameters()])
     trained = {wrapped: 0, other: 0}  # steps before it was tuned
     for step in range(STEPS_OF_TWO):
@@ -314,7 +318,7 @@ def several_forwards_alone(world_size: int) -> Any:
 
 def lopsided(rank: int, world_size: int) -> Any:
     """Rank 0 evaluates with gradients recorded, and calls the model far more often before each backward."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -333,7 +337,7 @@ def lopsided(rank: int, world_size: int) -> Any:
 
 def joined(rank: int, world_size: int, before: int, inputs: tuple[int, ...]) -> Any:
     """A join with uneven inputs in the middle of tuning: the tuner pauses, and goes on behind it."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
 
     def steps(count: int) -> None:
@@ -356,7 +360,7 @@ def joined(rank: int, world_size: int, before: int, inputs: tuple[int, ...]) -> 
 
 def whole_gradients(rank: int, world_size: int) -> Any:
     """An optimizer that looks at whole gradients: only their gathers are tried."""
-    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    wrapped: Any = adaptive(net(), DecoupledStrategy(bucket_cap_bytes=512), tune=True)
 
     class Own(torch.optim.SGD):
         """A subclass, which may do anything."""
@@ -383,7 +387,9 @@ def planned_apart(rank: int, world_size: int) -> Any:
     """A model of many parameters: rank 0's process plans, and all train on until it has."""
     torch.manual_seed(0)
     layers = [layer for _ in range(20) for layer in (nn.Linear(6, 6), nn.Tanh())]
-    wrapped = DecoupledDataParallel(nn.Sequential(*layers).double(), bucket_cap_mb=0.001)
+    wrapped = adaptive(
+        nn.Sequential(*layers).double(), DecoupledStrategy(bucket_cap_bytes=1048), bucket_cap_mb=0.001
+    )
     tune(wrapped)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(rank)

@@ -32,7 +32,7 @@ def record(target: Path) -> dict[str, Any]:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
-    from headway.strategies.decoupled.runtime import DecoupledDataParallel
+    from headway.strategies.decoupled.wrapper import DecoupledDataParallel
 
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)

@@ -14,7 +14,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.simulation.engine import play
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.ddp.reactions import Reactions
+from headway.strategies.ddp_steps import Reactions
 
 JOB = layered_job([1_000_000] * 6)
 STEP = JOB.profile.timeline()

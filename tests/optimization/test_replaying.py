@@ -16,8 +16,8 @@ from headway.errors import UserError
 from headway.optimization.candidate import Candidate
 from headway.optimization.result import SearchResult
 from headway.optimization.search import Asked, replay_all, search
-from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
+from headway.strategies.decoupled.planner.search import plan
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.time_limit import TimeLimit, limited
 

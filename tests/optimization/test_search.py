@@ -18,12 +18,12 @@ from headway.optimization.result import best_first, best_to_take, plan_of
 from headway.optimization.search import _changes, candidate_strategies, search
 from headway.plan import Plan
 from headway.planning.bound import bound_of
-from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulator.expectation import Expectation
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.planner.search import plan
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import plugins

@@ -35,8 +35,6 @@ from headway.passes.base import Pass
 from headway.passes.registry import SHIPPED as SHIPPED_PASSES
 from headway.plan.plan import Plan, PlannedModel, Prediction
 from headway.strategies.base import Strategy
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files
@@ -59,6 +57,7 @@ The strategy of a dimension acts on the groups of ranks that differ in that dime
 pipelines whose stages are trained with `ddp` or `decoupled` are predicted and carried out; whatever is asked to do so
 with another combination refuses it.
 
+Plans that said `decoupled` with `tune`, `adapt` or `begin_as` are read as plans of `adaptive`, and mean the same.
 Plans of format 1 (`strategy` and `world_size` instead of `mesh` and `parallel`) are read as plans of one dimension.
 """
 
@@ -82,8 +81,6 @@ under the entry point group `headway.passes`.
 # What each type is called in the column of values, and the section that describes it.
 SECTIONS: dict[type, tuple[str, str]] = {
     Strategy: ("strategy", "strategies"),
-    DistributedDataParallelStrategy: ("options of ddp", "ddp-along-data"),
-    ParameterServerStrategy: ("options of parameter_server", "parameter_server-along-data"),
     Pass: ("pass", "passes"),
     PlannedModel: ("model", "model"),
     Prediction: ("prediction", "prediction"),
@@ -208,6 +205,8 @@ def _limit(constraint: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if isinstance(made := field.get_default(call_default_factory=True), Strategy):
+        return f"`{json.dumps({made.name: made.model_dump(mode='json', exclude_defaults=True)})}`"
     if field.default is PydanticUndefined:
         return "required"
     plain = list(field.default) if isinstance(field.default, tuple) else field.default

@@ -7,9 +7,9 @@ from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.selection import RINGS, Algorithms
 from headway.planning import algorithm_choices as choices
 from headway.planning.link_cost import LinkCosts
-from headway.planning.planner import plan
-from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES
+from headway.strategies.decoupled.planner.search import plan
+from headway.strategies.decoupled.planner.surrogate import Predictor
 from headway.strategies.decoupled.policy import DecoupledStrategy
 
 SIZES = [40_000] * 12

@@ -15,8 +15,8 @@ from headway.cluster import AlgorithmCost
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
-from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, forward_gather_order, make_buckets, whole
+from headway.strategies.decoupled.planner.surrogate import Predictor
 from headway.strategies.decoupled.reactions import Reactions
 
 

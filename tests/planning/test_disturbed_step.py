@@ -13,10 +13,9 @@ from tests.planning.test_conformance import Case, cases
 
 from headway.graph.computation import Part
 from headway.graph.step_layout import profile_of
-from headway.planning.disturbed_step import Slowed, predict_disturbed, undisturbed
-from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
+from headway.strategies.decoupled.planner.surrogate import Predictor, Slowed, predict_disturbed, undisturbed
 
 COMPUTED = (Part.FORWARD, Part.BACKWARD, Part.REST)
 

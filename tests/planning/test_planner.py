@@ -6,8 +6,6 @@ from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 from headway.collectives.selection import RINGS
 from headway.job import Job
 from headway.planning.bound import bound_of
-from headway.planning.planner import plan
-from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import (
     GATHER_MODES,
     BucketSchedule,
@@ -16,6 +14,8 @@ from headway.scheduling.buckets import (
     make_buckets,
 )
 from headway.scheduling.fusion import cut
+from headway.strategies.decoupled.planner.search import plan
+from headway.strategies.decoupled.planner.surrogate import Predictor
 from headway.strategies.decoupled.plugin import CAPS_BYTES
 from headway.strategies.decoupled.policy import DecoupledStrategy, strategy_of
 

@@ -13,8 +13,8 @@ from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import Cluster, Host, SlowPath
 from headway.planning import ring_order
-from headway.planning.planner import plan
 from headway.planning.ring_order import ring_order_on
+from headway.strategies.decoupled.planner.search import plan
 
 SLOW = 0.1
 

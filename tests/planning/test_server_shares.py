@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cluster import Cluster, Host, Traffic
-from headway.planning.server_shares import PARTS, shares_on
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.parameter_server.shares import PARTS, shares_on
 
 
 def on(rates_gbps: Sequence[float], workers: int = 1, **options: object) -> Cluster:

@@ -12,7 +12,7 @@ from headway.errors import UnsupportedError
 from headway.replayer.replayer import Replayer, recorded_job
 from headway.scheduling.buckets import GATHER_MODES, GatherMode
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decoupled.permitted import permitted_forms
+from headway.strategies.decoupled.plugin import permitted_forms
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace

@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 from tests.planning.jobs import Alone
 
-from headway.strategies.adaptive.adapting.adapter import (
+from headway.strategies.adaptive import proposer as planned_proposer
+from headway.strategies.adaptive.adapter import (
     LEAST_GAIN,
     MOST_RESTS_PER_STEP,
     RESTS_PER_STEP,
     Adapter,
+    RankWindow,
+    Window,
+    joined,
 )
-from headway.strategies.adaptive.adapting.cautious import CautiousProposer
-from headway.strategies.adaptive.adapting.live import gained, rank_window
-from headway.strategies.adaptive.adapting.observed import RankWindow, Window, joined
-from headway.strategies.adaptive.adapting.traffic import Sums, Traffic
-from headway.strategies.adaptive.tuning import planned_proposer
-from headway.strategies.adaptive.tuning.counting import Interval
-from headway.strategies.adaptive.tuning.planning import Shortlist
-from headway.strategies.adaptive.tuning.proposals import Candidate, Tuned
+from headway.strategies.adaptive.counting import Interval
+from headway.strategies.adaptive.planning_process import Shortlist
+from headway.strategies.adaptive.proposals import Tuned
+from headway.strategies.adaptive.proposer import CautiousProposer
+from headway.strategies.adaptive.watching import Sums, Traffic, gained, rank_window
+from headway.strategies.candidates import Candidate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.channels.observer import Collective

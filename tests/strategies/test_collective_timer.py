@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.collectives.selection import Selection
-from headway.strategies.adaptive.tuning.collective_timer import CollectiveTimer
+from headway.strategies.decoupled.links import CollectiveTimer
 from headway.strategies.live.channels.communication import Job
 
 HALF_S = 0.02

@@ -20,6 +20,7 @@ from headway.model import ModelSpec, ParameterSpec
 from headway.permission import ASYNCHRONOUS, PRECISION, permitted
 from headway.scheduling.buckets import GatherMode
 from headway.simulator.simulate import Simulation, simulate
+from headway.strategies.adaptive.policy import AdaptiveStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.registry import plugin_of
@@ -187,7 +188,7 @@ def test_decoupled_halves_are_cast_where_they_carry_gradients() -> None:
         )
     with pytest.raises(ValueError, match="without error feedback"):
         DecoupledStrategy(wire=Cast(dtype="bfloat16", error_feedback=True))
-    with pytest.raises(ValueError, match="neither tuned nor adapted"):
-        DecoupledStrategy(wire=BF16, tune=True)
+    with pytest.raises(ValueError, match="must send gradients as they are"):
+        AdaptiveStrategy(begin_as=DecoupledStrategy(wire=BF16))
     proposed = plugin_of(plain).propose(job).strategies
     assert {each.permission for each in proposed} == {"", PRECISION}

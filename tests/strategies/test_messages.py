@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headway.strategies.decoupled.messages import Limits, TooLargeError, receive, send
+from headway.strategies.decoupled.peers import Limits, TooLargeError, receive, send
 
 pytestmark = pytest.mark.timeout(60)
 Pair = tuple[socket.socket, socket.socket]

@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.compression.int8 import Int8
 from headway.errors import UnsupportedError
-from headway.strategies.ddp import wire
+from headway.strategies.ddp import runtime
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled import checks
 from headway.strategies.live.module_spec import model_spec
@@ -42,7 +42,7 @@ def test_tied_parameters_count_once_and_own_parameters_have_no_module() -> None:
     "refuse",
     [
         check_module, checks.check_module,
-        lambda module: wire.check(module, DistributedDataParallelStrategy(wire=(Int8(),))),
+        lambda module: runtime.check_wire(module, DistributedDataParallelStrategy(wire=(Int8(),))),
     ],
     ids=["servers", "decoupled", "codecs"],
 )  # fmt: skip

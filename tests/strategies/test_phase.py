@@ -13,8 +13,7 @@ from torch import nn
 from headway.errors import InternalError
 from headway.strategies import decoupled
 from headway.strategies.decoupled.deferred import DeferredGradient, DeferredParameter
-from headway.strategies.decoupled.parameter_state import ParameterState, Replaced
-from headway.strategies.decoupled.phase import TRANSITIONS, Event, Phase
+from headway.strategies.decoupled.parameter_state import TRANSITIONS, Event, ParameterState, Phase, Replaced
 
 LEGAL = {
     # phase: REDUCE, STEP, BRING, FIND_UNUSED, REPLACE, SETTLE; RELEASE leads to CURRENT

@@ -14,18 +14,11 @@ from tests.strategies.test_shortlist import large_question, question_of
 
 from headway.job import Job
 from headway.strategies import helper_process
-from headway.strategies.adaptive.tuning import planning
-from headway.strategies.adaptive.tuning.planned import (
-    guesses,
-    shortlist,
-)
-from headway.strategies.adaptive.tuning.planned_proposer import PlannedProposer
-from headway.strategies.adaptive.tuning.proposals import (
-    Candidate,
-    Question,
-    Setting,
-    TuningEndedError,
-)
+from headway.strategies.adaptive import planning_process
+from headway.strategies.adaptive.proposals import Setting
+from headway.strategies.adaptive.proposer import PlannedProposer
+from headway.strategies.adaptive.shortlist import shortlist
+from headway.strategies.candidates import Candidate, Question, TuningEndedError
 from headway.strategies.decoupled.policy import DecoupledStrategy
 
 
@@ -42,7 +35,7 @@ def test_a_large_model_is_planned_in_a_process_while_training_goes_on(layers: in
         assert time.monotonic() < deadline
     assert (asked == 1) == (layers == 12)
     assert question.learned is not None
-    expected = [each.strategy for each in shortlist(question, question.learned)]
+    expected = [each.strategy for each in shortlist(question)]
     assert [each.strategy for each in proposer._left] == expected
 
 
@@ -51,7 +44,7 @@ def _answers(proposer: PlannedProposer, question: Question) -> list[Candidate]:
     while not proposer.is_ready():
         time.sleep(0.01)
         assert time.monotonic() < deadline
-    assert proposer._left == guesses(question)
+    assert proposer._left == shortlist(question, by_guess=True)
     assert any(each.is_stock for each in proposer._left)
     return proposer._left
 
@@ -113,7 +106,7 @@ def test_what_nothing_was_learned_for_and_cannot_be_guessed_ends_tuning(
     def fails(_: Question) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(planning, "guesses", fails)
+    monkeypatch.setattr(planning_process, "shortlist", fails)
     proposer = PlannedProposer()
     proposer.begin(Setting(replace(large_question(), learned=None), Alone()))  # type: ignore[arg-type]
     with pytest.raises(TuningEndedError, match="ZeroDivisionError"):

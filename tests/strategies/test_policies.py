@@ -54,7 +54,7 @@ def test_ranks_end_with_the_numbers_of_one_process() -> None:
 
 
 def test_strategies_say_whether_they_change_what_is_trained() -> None:
-    assert REDUCES_GRADIENTS == ["ddp", "decoupled", "parameter_server"]
+    assert REDUCES_GRADIENTS == ["ddp", "decoupled", "adaptive", "parameter_server"]
     assert set(TRAINS_OTHERWISE) == {"partial-all-reduce", "local-sgd", "asynchronous-parameter-server"}
     assert plugin_named("pipeline").policy().changes_training == ""
     assert "model of its own" in plugin_named("partial-all-reduce").policy().changes_training

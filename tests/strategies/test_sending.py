@@ -12,7 +12,7 @@ from headway.collectives.algorithms import ALL_REDUCE
 from headway.compression.cast import Cast
 from headway.compression.codec import Gradients, Reduced, Sent
 from headway.errors import PluginError
-from headway.strategies.ddp.sending import Outgoing, send
+from headway.strategies.ddp.compressed import Outgoing, send
 
 Reducing = Callable[[torch.Tensor], Generator[Any, torch.Tensor, Any]]
 

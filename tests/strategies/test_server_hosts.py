@@ -13,7 +13,7 @@ from headway.collectives.selection import Selection
 from headway.errors import PlanError, UnsupportedError
 from headway.replayer.replayer import Replayer
 from headway.simulator.what_if import WhatIf
-from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.adaptive.policy import AdaptiveStrategy
 from headway.strategies.parameter_server import runtime
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
@@ -35,8 +35,8 @@ def test_a_recording_is_replayed_with_servers_on_hosts_of_their_own() -> None:
 def test_such_plans_are_refused_live() -> None:
     with pytest.raises(UnsupportedError, match="predicted and cannot be run yet"):
         runtime.wrap(nn.Linear(2, 2), SERVED)
-    with pytest.raises(ValidationError, match="predicted alone"):
-        DecoupledStrategy(adapt=True, begin_as=SERVED)
+    with pytest.raises(ValidationError, match="can be predicted, not run"):
+        AdaptiveStrategy(adapt=True, begin_as=SERVED)
     with pytest.raises(PlanError, match="have no messages of ranks"):
         _ = Selection(SERVERS, ALL_REDUCE, server_hosts=2).program_of
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from headway import torch_private
+from headway.strategies.decoupled.optimizers import StandIn
 from headway.strategies.decoupled.parameter_state import ParameterState
-from headway.strategies.decoupled.shard import Piece, ShardedState, Span
-from headway.strategies.decoupled.shard_update import ShardUpdate
-from headway.strategies.decoupled.stand_in import StandIn
+from headway.strategies.decoupled.shard import Piece, ShardedState, ShardUpdate, Span
 from headway.strategies.live.channels.streams import Streams
 
 SIZES = (3, 5, 1, 4)

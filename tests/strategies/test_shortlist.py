@@ -12,23 +12,15 @@ from tests.planning.jobs import MS, PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import Host
 from headway.job import Job
-from headway.planning import planner
-from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule, GatherMode
-from headway.strategies.adaptive.tuning import planned
-from headway.strategies.adaptive.tuning.planned import (
-    guesses,
-    shortlist,
-)
-from headway.strategies.adaptive.tuning.proposals import (
-    Candidate,
-    Learned,
-    Question,
-)
-from headway.strategies.adaptive.tuning.servers import servers_for
+from headway.strategies.adaptive.shortlist import shortlist
+from headway.strategies.candidates import Candidate, Learned, Question
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled import shortlist as planned
+from headway.strategies.decoupled.planner import search
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
+from headway.strategies.parameter_server.shares import shares_on, worth_trying
 
 STOCK = DistributedDataParallelStrategy()
 SMALLER = DistributedDataParallelStrategy(bucket_cap_mb=1)
@@ -36,6 +28,16 @@ SMALLER = DistributedDataParallelStrategy(bucket_cap_mb=1)
 
 def question_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[GatherMode, ...]) -> Question:
     return Question(job.model, in_force, forms, 2, Learned(job.profile, job.cluster))
+
+
+def guessed(question: Question) -> list[Candidate]:
+    return shortlist(replace(question, learned=None))
+
+
+def servers_for(question: Question) -> list[ParameterServerStrategy]:
+    servers = [each.strategy for each in worth_trying(question)]
+    assert all(isinstance(each, ParameterServerStrategy) for each in servers)
+    return [each for each in servers if isinstance(each, ParameterServerStrategy)]
 
 
 def large_question() -> Question:
@@ -58,10 +60,10 @@ def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather:
     in_force = DecoupledStrategy(gather=gather).decide(Job.of(job.model))
     question = question_of(job, in_force, (gather,))
     assert question.learned is not None
-    found = shortlist(question, question.learned)
+    found = shortlist(question)
     assert names_of(found) == ["in force", *["planned"] * (len(found) - 3), "fixed cap", "fixed cap"]
     assert 1 <= names_of(found).count("planned") <= planned.MOST_PLANNED
-    schedules = [candidate.strategy.decide(Job.of(job.model)) for candidate in found]
+    schedules = schedules_of(found, job)
     assert schedules[0] == in_force
     assert len(set(schedules)) == len(schedules)
     assert {schedule.gather for schedule in schedules} == {gather}
@@ -77,7 +79,7 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
     in_force = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
     question = question_of(job, in_force, ("gradients", "parameters"))
     assert question.learned is not None
-    forms = {schedule.gather for schedule in schedules_of(shortlist(question, question.learned), job)}
+    forms = {schedule.gather for schedule in schedules_of(shortlist(question), job)}
     assert forms == {"gradients", "parameters"}
 
     job = layered_job([4_000] * 8, communication=0.01, optimizer_ms=0.0, overhead_us=1.0)  # nothing to gain
@@ -85,7 +87,7 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
         in_force = DecoupledStrategy(gather=home).decide(Job.of(job.model))
         question = question_of(job, in_force, ("parameters", "gradients"))
         assert question.learned is not None
-        assert {s.gather for s in schedules_of(shortlist(question, question.learned), job)} == {home}
+        assert {s.gather for s in schedules_of(shortlist(question), job)} == {home}
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,11 @@ def test_the_other_form_is_a_candidate_where_it_promises_more_with_as_many_chann
         ("gradients", (100.0, 90.0)), ("parameters", parameters_ms)
     )  # fmt: skip
     rows = [
-        planner.PlannedSchedule(replace(one, gather=form, channels=channels), ms * MS)
+        search.PlannedSchedule(replace(one, gather=form, channels=channels), ms * MS)
         for form, own in forms
         for channels, ms in enumerate(own, start=1)
     ]
-    found = planner.Planned(tuple(sorted(rows, key=lambda each: each.step_ns)), len(rows))
+    found = search.Planned(tuple(sorted(rows, key=lambda each: each.step_ns)), len(rows))
     assert sorted(each.channels for each in planned._of_other_form(found, "gradients")) == tried
 
 
@@ -119,7 +121,7 @@ def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_forc
         on_stock_ddp=STOCK if stock_in_force else None,
     )
     assert question.learned is not None
-    found = shortlist(question, question.learned) if learns else guesses(question)
+    found = shortlist(question) if learns else guessed(question)
     assert names_of(found)[:2] == (["in force", "before"] if stock_in_force else ["in force", "stock DDP"])
     assert [c.strategy.bucket_cap_mb for c in found if isinstance(c.strategy, DistributedDataParallelStrategy)] == [
         None, *(job.model.size_bytes // share / 2**20 for share in (6, 12, 32)),
@@ -145,7 +147,7 @@ def serving_question(
 def test_servers_are_tried_where_links_are_unequal() -> None:
     question = serving_question([1, 1, 1, 0.4])
     assert question.learned is not None
-    found = [each for each in shortlist(question, question.learned) if each.name == "servers"]
+    found = [each for each in shortlist(question) if each.name == "servers"]
     strategies = [each.strategy for each in found]
     assert all(isinstance(each, ParameterServerStrategy) for each in strategies)
     assert len(strategies) == 2
@@ -174,7 +176,7 @@ def test_servers_in_force_come_first_and_stock_ddp_is_among_the_others() -> None
     begun = ParameterServerStrategy(bucket_cap_mb=2)
     question = serving_question([1, 1, 1, 1], begun)
     assert question.learned is not None
-    found = shortlist(question, question.learned)
+    found = shortlist(question)
     assert names_of(found)[:3] == ["in force", "before", "stock DDP"]
     assert (found[0].strategy, found[2].strategy) == (begun, STOCK)
 
@@ -182,7 +184,7 @@ def test_servers_in_force_come_first_and_stock_ddp_is_among_the_others() -> None
 def test_without_anything_learned_caps_are_tried() -> None:
     job = layered_job([200_000] * 12)
     in_force = DecoupledStrategy().decide(Job.of(job.model))
-    found = guesses(question_of(job, in_force, ("parameters",)))
+    found = guessed(question_of(job, in_force, ("parameters",)))
     assert found[0].strategy.decide(Job.of(job.model)) == in_force
     assert len(found) >= len(planned.GUESSED_SHARES)
     assert all(candidate.predicted_ms is None for candidate in found)
@@ -190,9 +192,9 @@ def test_without_anything_learned_caps_are_tried() -> None:
 
 def test_the_scripts_own_buckets_stay_a_candidate_where_smaller_ones_are_in_force() -> None:
     question = replace(large_question(), stock=SMALLER, on_stock_ddp=SMALLER, script_stock=STOCK)
-    found = [each.strategy for each in guesses(question) if each.is_stock]
+    found = [each.strategy for each in guessed(question) if each.is_stock]
     assert found[:2] == [SMALLER, STOCK]
-    plain = guesses(replace(question, script_stock=SMALLER))
+    plain = guessed(replace(question, script_stock=SMALLER))
     assert next(each.strategy for each in plain if each.is_stock) == SMALLER
     assert STOCK not in [each.strategy for each in plain]
 
@@ -207,7 +209,7 @@ def test_where_cores_are_shared_a_step_is_predicted_that_is_slowed_down(gather: 
     )  # which disturbs backward by nothing, so that what was seen is undisturbed
     question = question_of(job, in_force, (gather,))
     assert question.learned is not None
-    found = shortlist(question, question.learned)
+    found = shortlist(question)
     for schedule, each in zip(schedules_of(found, job), found, strict=True):
         assert each.predicted_ms == pytest.approx(replayed_ns(job, schedule) / MS, rel=0.04)
     predicted = {each.predicted_ms or math.inf: each.name for each in reversed(found)}
@@ -216,6 +218,6 @@ def test_where_cores_are_shared_a_step_is_predicted_that_is_slowed_down(gather: 
     assert quiet.learned is not None
     best, best_quiet = (
         min(each.predicted_ms for each in candidates if each.predicted_ms is not None)
-        for candidates in (found, shortlist(quiet, quiet.learned))
+        for candidates in (found, shortlist(quiet))
     )
     assert best > 1.05 * best_quiet

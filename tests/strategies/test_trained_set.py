@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.strategies.adaptive.trained_set import TrainedSet
+from headway.strategies.decoupled.checks import TrainedSet
 
 
 def _freeze(module: nn.Sequential) -> None:

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.models import layered_model
 from tests.planning.jobs import MS
-from tests.strategies.test_shortlist import SMALLER, STOCK, large_question
+from tests.strategies.test_shortlist import SMALLER, STOCK, guessed, large_question
 
 from headway.graph.step_layout import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
 from headway.scheduling.buckets import GatherMode, forward_gather_order
-from headway.strategies.adaptive.tuning import planned
-from headway.strategies.adaptive.tuning.learning import numbers_of, slowest_steps
-from headway.strategies.adaptive.tuning.planned import (
-    OTHER_FORM,
+from headway.strategies.adaptive import shortlist
+from headway.strategies.adaptive.policy import AdaptiveStrategy
+from headway.strategies.adaptive.proposals import Trial, Tuned
+from headway.strategies.adaptive.proposer import PlannedProposer
+from headway.strategies.adaptive.shortlist import (
     choose,
     close_ones,
-    guesses,
     undecided,
 )
-from headway.strategies.adaptive.tuning.planned_proposer import PlannedProposer
-from headway.strategies.adaptive.tuning.proposals import (
-    Candidate,
-    Trial,
-    Tuned,
-)
-from headway.strategies.adaptive.tuning.watch import Period
+from headway.strategies.candidates import OTHER_FORM, Candidate
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decoupled.learning import Period, numbers_of, slowest_steps
 from headway.strategies.decoupled.policy import DecoupledStrategy
+from headway.strategies.decoupled.shortlist import candidate as candidate_of
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 
 
@@ -189,7 +186,7 @@ def test_stock_ddp_is_tried_with_smaller_and_larger_buckets(share: int, others: 
     own = DistributedDataParallelStrategy(bucket_cap_mb=size_bytes // share / 2**20)
     caps = [
         each.strategy.bucket_cap_mb
-        for each in guesses(replace(question, stock=own))
+        for each in guessed(replace(question, stock=own))
         if isinstance(each.strategy, DistributedDataParallelStrategy)
     ]
     assert caps == [own.bucket_cap_mb, *(size_bytes // each / 2**20 for each in others)]
@@ -228,7 +225,8 @@ def test_the_other_form_is_tried_with_the_channels_that_proved_best(
     while (each := proposer.propose()) is not None and len(found) < 20:
         found.append(each)
         proposer.tell(each, times_ms.get(each, 70.0))
-    assert [each.strategy.channels for each in dict.fromkeys(found) if each in others] == tried  # type: ignore[union-attr]
+    strategies: list[Any] = [each.strategy for each in dict.fromkeys(found) if each in others]
+    assert [strategy.channels for strategy in strategies] == tried
     assert len(found) < 20
 
 
@@ -294,12 +292,11 @@ def test_the_decision_says_how_stock_ddp_compared(
 def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
     model = layered_model(4)
     schedule = DecoupledStrategy(bucket_cap_bytes=5000).decide(Job.of(model))
-    candidate = Candidate.of("planned", schedule, model, 12.5)
+    candidate = candidate_of("planned", schedule, model, 12.5)
     again = Candidate.model_validate_json(candidate.model_dump_json())
     assert again == candidate
     assert again.strategy.decide(Job.of(model)) == schedule
     assert isinstance(again.strategy, DecoupledStrategy)
-    assert not again.strategy.tune
     stock = Candidate(name="stock DDP", strategy=DistributedDataParallelStrategy(bucket_cap_mb=12.5))
     assert Candidate.model_validate_json(stock.model_dump_json()) == stock
     assert stock.is_stock
@@ -308,9 +305,9 @@ def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
 
 def test_servers_stay_only_where_they_are_faster_than_what_needs_less_memory() -> None:
     servers = Candidate(name="servers", strategy=ParameterServerStrategy())
-    assert planned.choose([Trial(servers, 100.0), trial(100.2, 90.0)]) == 1
-    assert planned.choose([Trial(servers, 100.0), trial(102.0, 90.0)]) == 0
-    assert planned.choose([stock(100.0), Trial(servers, 99.9)]) == 0
+    assert shortlist.choose([Trial(servers, 100.0), trial(100.2, 90.0)]) == 1
+    assert shortlist.choose([Trial(servers, 100.0), trial(102.0, 90.0)]) == 0
+    assert shortlist.choose([stock(100.0), Trial(servers, 99.9)]) == 0
 
 
 # What is learned -------------------------------------------------------------------------------------
@@ -367,7 +364,7 @@ def test_a_rank_that_saw_no_step_ends_it() -> None:
 
 def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     model = layered_model(4)
-    strategy = DecoupledStrategy(bucket_cap_bytes=5000, tune=True)
+    strategy = AdaptiveStrategy(begin_as=DecoupledStrategy(bucket_cap_bytes=5000))
     assert "tuned while training" in strategy.describe()
     assert "tuned" not in DecoupledStrategy().describe()
     spelled = strategy.spelled_out(Job.of(model))
@@ -375,4 +372,6 @@ def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     assert spelled.decide(Job.of(model)) == strategy.decide(Job.of(model))
     plan = Plan.data_parallel(spelled, 2, model)
     assert Plan.model_validate(plan.model_dump(mode="json")).strategy == spelled
-    assert forward_gather_order(model, spelled.decide(Job.of(model)).buckets) == spelled.gather_order
+    begins_as = spelled.begin_as
+    assert isinstance(begins_as, DecoupledStrategy)
+    assert forward_gather_order(model, begins_as.decide(Job.of(model)).buckets) == begins_as.gather_order

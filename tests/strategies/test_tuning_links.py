@@ -11,8 +11,7 @@ from tests.planning.jobs import cluster_of
 from headway.cluster import Cluster
 from headway.collectives.hierarchical import Hosts
 from headway.planning.link_cost import LinkCosts
-from headway.strategies.adaptive.tuning.link_rates import with_link_rates
-from headway.strategies.adaptive.tuning.links import saved_bytes
+from headway.strategies.decoupled.links import saved_bytes, with_link_rates
 from headway.strategies.live.channels.communication import Job
 
 KIB = 2**10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.strategies.adaptive.tuning.turns import MOST_IDLE_ASKS, Turn
+from headway.strategies.adaptive.counting import MOST_IDLE_ASKS, Turn
 
 
 class Model:

@@ -215,7 +215,7 @@ def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str
         raise PlanError(
             "under this plan nothing is decided while the job trains",
             got=strategy.describe(),
-            expected="a plan that headway optimize --follow-network wrote, one with tune: true, or --adapt",
+            expected="a plan that headway optimize --follow-network wrote, one of adaptive, or --adapt",
             fix="Leave out --decisions.",
         )
     try:

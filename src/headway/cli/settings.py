@@ -78,9 +78,9 @@ def settings(
 
 def _of_recorded(found: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
     """DDP's settings for the plan that was recorded, which change nothing where the script itself trained so."""
-    from headway.strategies.registry import STOCK
+    from headway.strategies.registry import stock
 
-    if plan.strategy == STOCK and not plan.passes:
+    if plan.strategy == stock() and not plan.passes:
         kept = found.files if keeps_files else {}
         return replace(found, use="Nothing to change: this is what was recorded.", files=kept)
     use = f"This is what was recorded: there is something to change only where headway run applied it. {found.use}"

@@ -14,7 +14,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of, plugins
+from headway.strategies.registry import plugin_of, plugins, without_a_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,10 +37,10 @@ def parallelize(
     The result replaces ``DistributedDataParallel(model, **ddp_options)``; the rest of the script stays the same. Call
     it on every rank, after ``torch.distributed.init_process_group``.
 
-    Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps: that needs no
-    recording, but some tens of steps are not optimal. Stock DDP is measured too, and does the steps from then on unless
-    a schedule is faster. A plan from ``headway.optimize`` is in force
-    from the first step, and keeps stock DDP if nothing else is predicted to be faster.
+    Without a plan the strategy is ``adaptive``: the all-reduce is decoupled, and its schedule is tuned during the first
+    steps. That needs no recording, but some tens of steps are not optimal. Stock DDP is measured too, and does the
+    steps from then on unless a schedule is faster. A plan from ``headway.optimize`` is in force from the first step,
+    and keeps stock DDP if nothing else is predicted to be faster.
 
     Under a pipeline, the model is cut into a stage a rank, and the result's ``train_step(batch, target)`` takes the
     place of forward, ``loss_fn`` and backward (``headway.strategies.pipeline.pipelined.PipelinedModel``).
@@ -70,7 +70,7 @@ def parallelize(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
     torch_private.let_gloo_finish_in_time()
-    strategy = WITHOUT_A_PLAN
+    strategy = without_a_plan()
     planned = plan if isinstance(plan, Strategy) else plan and plan.strategy
     if isinstance(planned, PipelineStrategy | MeshStrategy):
         _check_updates(optimizer, model)

@@ -21,7 +21,7 @@ from headway.compression.codec import Codec, Sent
 from headway.compression.registry import proposed
 from headway.errors import one_line
 from headway.network.interference import RaisingThread, Work, repeat, stop_if_asked
-from headway.strategies.ddp.sending import Outgoing, send
+from headway.strategies.ddp.compressed import Outgoing, send
 
 SIZES_MIB = (0.25, 2.0)
 REPEATS, TURNS = 3, 4

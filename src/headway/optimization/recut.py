@@ -14,7 +14,7 @@ from headway.replayer.replayer import Replayer
 from headway.simulator.simulate import Simulation
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decoupled.permitted import permitted_forms
+from headway.strategies.decoupled.plugin import permitted_forms
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.cut_job import passing, places, tied_bytes
 from headway.strategies.pipeline.mesh import MeshStrategy

@@ -16,7 +16,7 @@ from headway.simulator.expectation import SAME_SHARE
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.pipeline.mesh import MeshStrategy
-from headway.strategies.registry import STOCK, plugin_of
+from headway.strategies.registry import plugin_of, stock
 
 
 def best_first(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -123,7 +123,7 @@ class SearchResult:
             (
                 candidate
                 for candidate in self.candidates
-                if candidate.strategy == STOCK and not candidate.passes
+                if candidate.strategy == stock() and not candidate.passes
             ),
             None,
         )

@@ -28,7 +28,7 @@ from headway.simulator.memory import peak_bytes, peak_is_rough
 from headway.simulator.simulate import times_in_range
 from headway.strategies.base import Strategy, decided, fits
 from headway.strategies.plugin import Proposal, StrategyPlugin, proposal_of
-from headway.strategies.registry import STOCK, ask, carried_out_by, plugin_of
+from headway.strategies.registry import ask, carried_out_by, plugin_of, stock
 from headway.time_limit import TimeLimit, limited
 from headway.units import counted
 
@@ -142,7 +142,7 @@ class Asking:
     def asked(self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule) -> Asked:
         """A plan to be replayed. The recorded one, and stock DDP, always are."""
         lower_ms = partial(self._lower_ms, strategy, schedule) if played_by is self.replayer else _unknown
-        always = schedule == self.in_force or strategy == STOCK
+        always = schedule == self.in_force or strategy == stock()
         replay = partial(self._replayed, played_by, said, strategy, schedule)
         return Asked(strategy, schedule, replay, lower_ms, always=always)
 

@@ -279,7 +279,8 @@ class Plan(BaseModel):
         pipeline, data = self.parallel.get(PIPELINE), self.parallel.get(DATA)
         if len(self.parallel) > 2 or not (
             isinstance(pipeline, PipelineStrategy)
-            and isinstance(data, DistributedDataParallelStrategy | DecoupledStrategy)
+            and data is not None
+            and isinstance(data.begins_as, DistributedDataParallelStrategy | DecoupledStrategy)
         ):
             raise PlanError(
                 "this combination of strategies is not supported",
@@ -287,7 +288,7 @@ class Plan(BaseModel):
                 expected="one dimension, or a pipeline whose stages are trained with ddp or decoupled",
                 fix="Leave one dimension in mesh and parallel, or use one of these along data.",
             )
-        return MeshStrategy(pipeline=pipeline, data=data)
+        return MeshStrategy.model_validate({"pipeline": pipeline, "data": data})
 
     def groups(self, dimension: str) -> Groups:
         """The groups of ranks that the strategy of ``dimension`` acts on."""
@@ -354,6 +355,7 @@ def _strategy(value: Any, dimension: Any) -> Strategy:
     if isinstance(value, Strategy):
         return value
     name, options = _named(value, "strategy", registry.GROUP, registry.names())
+    name, options = registry.of_today(name, options)
     with _located(dimension, name):
         return registry.policy_named(name).model_validate(options)
 

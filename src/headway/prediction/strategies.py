@@ -81,7 +81,8 @@ def _named(text: str, workload: Workload) -> Strategy:
             given[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
             raise UserError(f"--strategy {name}: {key} cannot be read", got=repr(value)) from None
-    policy = registry.policy_named(name)
+    today, options_today = registry.of_today(name, given)
+    policy = registry.policy_named(today)
     if policy is PipelineStrategy:
         policy = PredictedPipeline
-    return files.validate(given, policy, UserError, f"--strategy {name}")
+    return files.validate(options_today, policy, UserError, f"--strategy {name}")

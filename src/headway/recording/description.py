@@ -13,6 +13,7 @@ from headway.model import ModelSpec, PassMemory, StageMemory
 from headway.passes.optimizer import OptimizerImplementation, said
 from headway.recording.modules import ModuleWatch
 from headway.strategies.live.module_spec import model_spec
+from headway.strategies.live.runtime import acting
 from headway.strategies.plugin import InForce, StrategyPlugin
 from headway.strategies.registry import ask
 from headway.trace.events import Event, Kind
@@ -101,7 +102,7 @@ def strategy_in_force(*trained: object) -> tuple[str, InForce]:
 
     The name is "" where nothing is trained under any. A strategy that builds on another is asked before it.
     """
-    for model in trained:
+    for model in map(acting, trained):
         if model is None:
             continue
 
@@ -124,7 +125,8 @@ def refusals(
     """
     found = {}
     if model is not None:
-        found = dict(ask(lambda plugin: plugin.refusal(model, compiled_around=compiled_around)))
+        acts = acting(model)
+        found = dict(ask(lambda plugin: plugin.refusal(acts, compiled_around=compiled_around)))
     if named_implementations:
         found[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
     return {name: why for name, why in found.items() if why}

@@ -17,7 +17,7 @@ from headway import intervals
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.errors import TraceError
 from headway.model import ModelSpec, ParameterSpec
-from headway.strategies.registry import AS_RECORDED
+from headway.strategies.registry import as_recorded
 from headway.trace.events import WORK, Event, Events, Kind, Stream, inner_messages, is_message
 from headway.trace.format import Trace
 
@@ -187,7 +187,9 @@ def of_recorded_buckets(trace: Trace) -> Trace:
         for name, size_bytes in zip(names, usual, strict=True)
     )
     ranks = tuple(
-        info.model_copy(update={"strategy": {AS_RECORDED.name: AS_RECORDED.model_dump(exclude_unset=True)}})
+        info.model_copy(
+            update={"strategy": {as_recorded().name: as_recorded().model_dump(exclude_unset=True)}}
+        )
         for info in trace.manifest.ranks
     )
     return replace(

@@ -167,6 +167,16 @@ def joined(holdings: Sequence[Iterable[str]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(unit) for unit in units.values())
 
 
+def channel_of(number: int, channels: int) -> int:
+    """Which of ``channels`` carries collective ``number``: they take turns."""
+    return number % channels
+
+
+def earlier_on_channel(number: int, channels: int) -> int | None:
+    """The collective that the channel of ``number`` carries before it; None for its first one."""
+    return number - channels if number >= channels else None
+
+
 def whole(parameter: ParameterSpec) -> Part:
     """All of a parameter."""
     return Part(parameter.name, 0, parameter.numel)

@@ -96,6 +96,11 @@ class Strategy(BaseModel):
         return False
 
     @property
+    def begins_as(self) -> Strategy:
+        """What does the steps at first, where the strategy is changed while the job trains; else itself."""
+        return self
+
+    @property
     def permission(self) -> str:
         """The permission without which it is never chosen (``headway.permission``); "" for none."""
         return ASYNCHRONOUS if self.changes_training else ""

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+    from headway.strategies.candidates import Candidate, Question
     from headway.strategies.injection import Injection, ScheduleInjection
+    from headway.strategies.live.stock import StockSteps
 
 S = TypeVar("S", bound=Strategy)
 
@@ -194,6 +196,18 @@ class StrategyPlugin(ABC, Generic[S]):
         del strategy
         return None
 
+    def of_earlier_format(self, name: str, options: Any) -> tuple[str, Any] | None:
+        """The strategy ``name`` of an earlier plan format, and its options, as they are called today.
+
+        None, as by default, where this strategy has nothing to do with it.
+        """
+        del name, options
+        return None
+
+    def for_any_workers(self, strategy: S) -> S:
+        """``strategy`` without the options that hold for one number of workers alone; by default there are none."""
+        return strategy
+
     def left_out(self, job: Job) -> str:
         """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""
         del job
@@ -221,6 +235,24 @@ class StrategyPlugin(ABC, Generic[S]):
 
         Raises PlanError if the strategy does not fit the module, UnsupportedError if it would train wrongly.
         """
+
+    def worth_trying(self, question: Question) -> Sequence[Candidate]:
+        """What is worth a measurement while a job trains; nothing by default."""
+        del question
+        return ()
+
+    def live_runtime(self, module: nn.Module, strategy: S, **ddp_options: Any) -> Any:
+        """``module`` wrapped as by ``wrap``, for a wrapper that another strategy puts around it and alone calls.
+
+        What records scripts is told nothing of it. None, as by default, where the strategy has no such runtime. Others
+        are described by ``strategies.live.runtime``.
+        """
+        del module, strategy, ddp_options
+
+    def on_stock_ddp(self, strategy: S) -> StockSteps | None:
+        """How torch's DDP does steps under ``strategy``; None, as by default, where it does not."""
+        del strategy
+        return None
 
     def updated_by(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
         """``optimizer`` updates what ``wrap`` has wrapped; of no concern by default."""

@@ -5,16 +5,22 @@ Another package's are found by entry points of the group ``headway.strategies``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import (
+    BeforeValidator,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    WrapSerializer,
+)
 
 from headway.errors import PluginError
 from headway.plugins import answers, check_complete, load_entry_points, why_unusable
 from headway.strategies.base import Strategy
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.plugin import StrategyPlugin
 
 A = TypeVar("A")
@@ -23,6 +29,7 @@ GROUP = "headway.strategies"
 SHIPPED = (
     "headway.strategies.ddp.plugin",
     "headway.strategies.decoupled.plugin",
+    "headway.strategies.adaptive.plugin",
     "headway.strategies.parameter_server.plugin",
     "headway.strategies.pipeline.plugin",
     "headway.strategies.partial_all_reduce.plugin",
@@ -30,15 +37,6 @@ SHIPPED = (
 
 COMPOSED = {"mesh": "headway.strategies.pipeline.mesh_plugin"}
 """Decisions that a plan has in parts, one for each dimension of its mesh: they have no name in plan files."""
-
-AS_RECORDED: Strategy = DistributedDataParallelStrategy(bucket_cap_mb=0)
-"""What lays out all-reduces of which nothing but their sizes is known: a bucket of every "parameter"."""
-
-STOCK: Strategy = DistributedDataParallelStrategy()
-"""What a script has that wraps its model in DistributedDataParallel and sets nothing."""
-
-WITHOUT_A_PLAN: Strategy = DecoupledStrategy(tune=True)
-"""What ``headway.parallelize`` does without a plan."""
 
 
 @cache
@@ -90,6 +88,55 @@ def plugin_named(name: str) -> StrategyPlugin[Any]:
 def policy_named(name: str) -> type[Strategy]:
     """The class of the decisions of the strategy of this name, which must be one of ``names`` or ``COMPOSED``."""
     return _plugin(name).policy
+
+
+def as_recorded() -> Strategy:
+    """What lays out all-reduces of which nothing but their sizes is known: a bucket of every "parameter"."""
+    return policy_named("ddp").model_validate({"bucket_cap_mb": 0})
+
+
+def stock() -> Strategy:
+    """What a script has that wraps its model in DistributedDataParallel and sets nothing."""
+    return policy_named("ddp").model_validate({})
+
+
+def without_a_plan() -> Strategy:
+    """What ``headway.parallelize`` does without a plan."""
+    return policy_named("adaptive").model_validate({"tune": True})
+
+
+def of_today(name: str, options: Any) -> tuple[str, Any]:
+    """The strategy ``name`` of a plan file, and its options, as they are called in the present format."""
+    for plugin in plugins().values():
+        if (translated := plugin.of_earlier_format(name, options)) is not None:
+            return translated
+    return name, options
+
+
+def _by_name(value: Any) -> Any:
+    if isinstance(value, Strategy):
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise ValueError("the name of one strategy, with its options below it")
+    ((name, options),) = value.items()
+    if name not in names():
+        raise ValueError(f"there is no strategy {name!r}, expected one of {', '.join(names())}")
+    try:
+        return policy_named(name).model_validate({} if options is None else options)
+    except ValidationError as refusal:
+        first = refusal.errors(include_url=False)[0]
+        where = ".".join(map(str, (name, *first["loc"])))
+        raise ValueError(f"{where}: {first['msg']}") from None
+
+
+def _under_its_name(strategy: Strategy, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    return {strategy.name: dump(strategy)}
+
+
+NamedStrategy = Annotated[
+    SerializeAsAny[Strategy], BeforeValidator(_by_name), WrapSerializer(_under_its_name)
+]
+"""A strategy that is an option of another one: in files its name, with its options below it."""
 
 
 def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:

@@ -177,7 +177,7 @@ def _fork(folder: Path, job: tuple[str, str, str], rank: int) -> int:
 
 
 def _run(folder: Path, which: str) -> None:
-    import headway.strategies.decoupled.runtime
+    import headway.strategies.decoupled.wrapper
     from headway.collectives import executor
 
     del headway

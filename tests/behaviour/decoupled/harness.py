@@ -120,7 +120,7 @@ def run_cases(
         importlib.import_module(module)
     references = _references(rank, world_size, names)
     if mode != DDP:
-        importlib.import_module("headway.strategies.decoupled.runtime")
+        importlib.import_module("headway.strategies.decoupled.wrapper")
     gc.collect()
     gc.freeze()  # what was imported need not be gone through again after every case
     with (Path(reports) / f"report-{rank}").open("w") as report:

@@ -175,16 +175,20 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
     from headway.job import Job as TrainedJob
     from headway.scheduling.buckets import GATHER_MODES
     from headway.strategies.decoupled.policy import DecoupledStrategy
-    from headway.strategies.decoupled.runtime import DecoupledDataParallel
+    from headway.strategies.decoupled.wrapper import DecoupledDataParallel
     from headway.strategies.live.module_spec import model_spec
 
     if mode in GATHER_MODES:
         decision["gather"] = mode
     schedule = DecoupledStrategy(**decision).decide(TrainedJob.of(model_spec(module)))
-    wrapped = DecoupledDataParallel(module, schedule=schedule, **options)
+    if mode not in (HANDED_OVER, TURNS):
+        return DecoupledDataParallel(module, schedule=schedule, **options)
+    from tests.behaviour.adaptive_models import under_schedule
+
+    wrapped: Any = under_schedule(module, schedule, **options)
     if mode == HANDED_OVER:
         wrapped.use_stock_ddp()
-    elif mode == TURNS:
+    else:
         from tests.behaviour.decoupled.turns import Turns
 
         wrapped.tuner = Turns(wrapped)

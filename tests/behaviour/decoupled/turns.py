@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.adaptive.tuning.counting import StepCount, Study, Tunable
+from headway.strategies.adaptive.counting import StepCount, Study, Tunable
 
 
 class Turns(StepCount):

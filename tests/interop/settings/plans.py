@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.models import layered_model
 
+from headway.api import strategy
 from headway.interop.settings.asked import Asked, CollectiveOptions
 from headway.model import ModelSpec
 from headway.passes.base import Pass
@@ -16,7 +17,6 @@ from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.registry import policy_named
 
 MODEL = layered_model()  # four layers of 1000 and 10 elements
 BY_NAME = [["layer3.bias", "layer3.weight", "layer2.bias"], ["layer2.weight", "layer1.bias", "layer1.weight"],
@@ -33,7 +33,7 @@ def asked(
     **options: Any,
 ) -> Asked:
     """A plan of data parallelism, and its model where it is ``traced``."""
-    plan = Plan.data_parallel(policy_named(name)(**options), ranks, model)
+    plan = Plan.data_parallel(strategy(name, **options), ranks, model)
     return Asked(plan, (model,) if traced else (), collectives or CollectiveOptions())
 
 

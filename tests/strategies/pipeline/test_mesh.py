@@ -17,6 +17,7 @@ from headway.plan import Plan
 from headway.scheduling.buckets import GatherMode
 from headway.scheduling.mesh import groups_along
 from headway.simulator.simulate import simulate
+from headway.strategies.adaptive.policy import AdaptiveStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
@@ -120,7 +121,7 @@ def test_what_it_decides_and_refuses() -> None:
     recorded = PipelineStrategy(order="recorded")
     for pipeline, data in (
         (recorded, DecoupledStrategy()),
-        (PipelineStrategy(), DecoupledStrategy(tune=True)),
+        (PipelineStrategy(), AdaptiveStrategy()),
     ):
         with pytest.raises(PlanError, match="can be trained, not replayed"):
             MeshStrategy(pipeline=pipeline, data=data).decide(job)

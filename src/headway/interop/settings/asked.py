@@ -52,9 +52,7 @@ class Asked:
     def data(self) -> Strategy | None:
         """The strategy along the dimension of data; where it changes while the job trains, what it begins with."""
         found = self.plan.parallel.get(DATA)
-        if isinstance(found, DecoupledStrategy) and found.begin_as is not None:
-            return found.begin_as
-        return found
+        return None if found is None else found.begins_as
 
     @property
     def pipeline(self) -> PipelineStrategy | None:
@@ -121,7 +119,7 @@ def unexpressed(asked: Asked, of_passes: Sequence[str] | None = None) -> list[st
     """What no stock tool does of a plan. ``of_passes`` is what a tool does not do of passes, all of them by default."""
     said = [f"the pass {pass_.name}" for pass_ in asked.plan.passes] if of_passes is None else list(of_passes)
     planned = asked.plan.parallel.get(DATA)
-    if isinstance(planned, DecoupledStrategy) and planned.decides_while_training:
+    if planned is not None and planned.begins_as is not planned:
         said.append("the search for better options while training: these are what it begins with")
     if isinstance(asked.data, DecoupledStrategy) and asked.data.wire is not None:
         said.append(f"gradients sent as {asked.data.wire.describe()}: they are sent as they are")

@@ -92,7 +92,7 @@ def _arguments(asked: Asked, strategy: Bucketed) -> tuple[dict[str, Any], list[s
     lacks = []
     if isinstance(strategy, ParameterServerStrategy):
         lacks.append("servers: each bucket is all-reduced, to the same sums")
-        strategy = strategy.bucketing()
+        strategy = DistributedDataParallelStrategy(bucket_cap_mb=strategy.bucket_cap_mb)
     if len(strategy.bucket_caps_mb) > 1:
         return {"bucket_cap_mb_list": list(strategy.bucket_caps_mb)}, lacks
     return {"bucket_cap_mb": (*strategy.bucket_caps_mb, strategy.bucket_cap_mb)[0]}, lacks

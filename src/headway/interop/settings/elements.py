@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from headway.interop.settings.asked import Asked, Bucketed
 from headway.model import DTYPE_BYTES
 from headway.scheduling.buckets import Bucket, BucketSchedule
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
 
 WHY = "it counts elements"
@@ -28,8 +27,7 @@ def one_size(asked: Asked, strategy: Bucketed, *, closes_before: bool) -> tuple[
     if isinstance(strategy, DecoupledStrategy):
         cap_bytes = 0 if strategy.buckets else strategy.bucket_cap_bytes
     else:
-        ddp = strategy if isinstance(strategy, DistributedDataParallelStrategy) else strategy.bucketing()
-        limits = set(ddp.size_limits_bytes())
+        limits = set(strategy.size_limits_bytes())
         cap_bytes = max(1, *limits) if len(limits) == 1 else 0
     of_elements = {DTYPE_BYTES[bucket.dtype] for schedule in schedules for bucket in schedule.buckets}
     if cap_bytes and len(of_elements) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.collectives.algorithms import NCCL
@@ -11,12 +11,13 @@ from headway.compression.codec import takes_all
 from headway.compression.registry import proposed as proposed_codecs
 from headway.graph.step_layout import profile_of
 from headway.job import Job
+from headway.model import ModelSpec
 from headway.planning.bound import bound_of
 from headway.planning.link_cost import all_reduce_cost
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies import ddp_steps
 from headway.strategies.base import Strategy
-from headway.strategies.ddp import footprint
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+    from headway.strategies.candidates import Candidate, Question
+    from headway.strategies.live.stock import StockSteps
 
 COMPRESSED_CAPS_MB = (None, 1.0, 4.0, 8.0)
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+SHARES_OF_MODEL = (6, 12, 32)  # buckets that are tried while a job trains
 
 
 class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
@@ -43,12 +47,10 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
         self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DistributedDataParallelStrategy
     ) -> StepLayout:
         del strategy
-        from headway.strategies.ddp.reactions import Reactions
-
-        return Reactions(graph, job)
+        return ddp_steps.Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
-        return footprint.footprint(job.stages[stage], schedule, job.world_size)
+        return ddp_steps.footprint(job.stages[stage], schedule, job.world_size)
 
     def propose(self, job: Job) -> Proposal:
         """The default, caps of many sizes, a cap a bucket, and for who permits it, gradients sent as codecs say.
@@ -89,6 +91,28 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
 
         return runtime.wrap(module, strategy, **ddp_options)
 
+    def worth_trying(self, question: Question) -> Sequence[Candidate]:
+        """The script's own buckets where others are in force, smaller ones than those, and larger ones.
+
+        Other buckets are tried without a prediction: where cores are busy they are what gains most, and those of a
+        large model may be too many.
+        """
+        from headway.strategies.candidates import Candidate
+
+        stock = question.stock
+        assert isinstance(stock, DistributedDataParallelStrategy)
+        own = [] if question.script_stock in (None, stock) else [question.script_stock]
+        return [
+            Candidate(name="stock DDP", strategy=strategy)
+            for strategy in (*own, *_with_other_buckets(stock, question.model))
+        ]
+
+    def on_stock_ddp(self, strategy: DistributedDataParallelStrategy) -> StockSteps | None:
+        from headway.strategies.ddp import runtime
+        from headway.strategies.live.stock import StockSteps
+
+        return None if strategy.wire else StockSteps(runtime.options(strategy))
+
     @property
     def injection(self) -> Injection[DistributedDataParallelStrategy]:
         return _Injection()
@@ -99,12 +123,24 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
         return runtime.in_force(wrapped)
 
 
+def _with_other_buckets(
+    own: DistributedDataParallelStrategy, model: ModelSpec
+) -> Iterator[DistributedDataParallelStrategy]:
+    """Smaller buckets than those of ``own``, then larger ones; on each side what is nearest to them comes first."""
+    own_bytes = min(own.largest_cap_bytes, model.size_bytes)
+    sizes_bytes = [model.size_bytes // share for share in SHARES_OF_MODEL]
+    smaller = sorted((size for size in sizes_bytes if 0 < size < own_bytes), reverse=True)
+    larger = sorted(size for size in sizes_bytes if size > own_bytes)
+    for size_bytes in (*smaller, *larger):
+        yield DistributedDataParallelStrategy(bucket_cap_mb=size_bytes / 2**20)
+
+
 def _done_earliest(job: Job) -> list[DistributedDataParallelStrategy]:
     """The buckets whose last all-reduce is done first, where this torch and the model let each have its own cap."""
-    from headway.strategies.ddp import runtime
+    from headway.strategies.live import stock
 
     one_dtype = len({parameter.dtype for parameter in job.model.parameters}) == 1
-    if not one_dtype or job.model.find_unused_parameters or not runtime.takes_a_cap_a_bucket():
+    if not one_dtype or job.model.find_unused_parameters or not stock.takes_a_cap_a_bucket():
         return []
     ready_ns = profile_of(job.steps.timelines).ready_ns
     groups = fusion.earliest(job.model, ready_ns, all_reduce_cost(job.on).time_ns)
@@ -120,9 +156,9 @@ class _Injection(Injection[DistributedDataParallelStrategy]):
         given: dict[str, Any],
         strategy: DistributedDataParallelStrategy,
     ) -> None:
-        from headway.strategies.ddp import runtime, wire
+        from headway.strategies.ddp import runtime
 
-        wire.check(module, strategy)
+        runtime.check_wire(module, strategy)
         init(wrapped, module, **{**given, **runtime.options(strategy)})
         runtime.take_over(wrapped, strategy, given)
 

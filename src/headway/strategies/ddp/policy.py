@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from headway.compression.codec import Codec
 from headway.compression.registry import NamedCodec
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, make_buckets, sent_as, whole
+from headway.scheduling.buckets import BucketSchedule, sent_as
+from headway.scheduling.ddp_buckets import Cap, assigned, cap_bytes, size_limits_bytes
 from headway.strategies.base import Strategy
 from headway.units import counted
-
-DEFAULT_CAP_MB = 25
-DEFAULT_FIRST_BUCKET_BYTES = 2**20
-
-COMPRESSED_CHANNELS = 2
-"""How many buckets that a codec sends are in flight at a time, as many as Gloo serves of others."""
-
-Cap = Annotated[float, Field(ge=0, le=1e6)]
-
-
-def cap_bytes(bucket_cap_mb: float | None) -> int:
-    """How much a bucket of DDP's takes at most, where ``bucket_cap_mb`` of None is torch's default."""
-    return int((DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
 
 
 class DistributedDataParallelStrategy(Strategy):
@@ -50,25 +38,11 @@ class DistributedDataParallelStrategy(Strategy):
         return self
 
     def decide(self, job: Job) -> BucketSchedule:
-        """Assign buckets as DDP does from its second iteration on, when it knows the order of readiness.
-
-        torch uses a smaller first bucket (1 MiB) only while ``bucket_cap_mb`` is left at its default. With
-        find_unused_parameters it keeps the buckets that it begins with: cut from the order of registration, and reduced
-        in reverse.
-        """
-        from headway import torch_private  # torch takes seconds to import, and most commands do without
-
+        """Assign buckets as DDP does (``scheduling.ddp_buckets``)."""
         model = job.model
-        kept = model.find_unused_parameters
-        parameters = model.parameters if kept else model.ready_parameters()
-        groups = torch_private.ddp_bucket_assignment(
-            [(p.shape, p.dtype) for p in parameters], self.size_limits_bytes()
-        )
-        if kept:
-            groups.sort(key=min, reverse=True)
-        buckets = make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
+        buckets = assigned(model, self.size_limits_bytes())
         return BucketSchedule(
-            tuple(sent_as(each, self.wire_of(each.index), model, job.world_size) for each in buckets)
+            tuple(sent_as(bucket, self.wire_of(bucket.index), model, job.world_size) for bucket in buckets)
         )
 
     @property
@@ -82,11 +56,7 @@ class DistributedDataParallelStrategy(Strategy):
 
     def size_limits_bytes(self) -> list[int]:
         """The size limits DDP hands to its bucketing, bucket by bucket; the last is for all that follow."""
-        if self.bucket_caps_mb:
-            return [int(cap * 2**20) for cap in self.bucket_caps_mb]
-        if self.bucket_cap_mb is None:
-            return [DEFAULT_FIRST_BUCKET_BYTES, cap_bytes(None)]
-        return [int(self.bucket_cap_mb * 2**20)]
+        return size_limits_bytes(self.bucket_cap_mb, self.bucket_caps_mb)
 
     @property
     def changes_training(self) -> str:

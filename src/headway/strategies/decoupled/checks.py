@@ -1,10 +1,10 @@
-"""What makes a model unfit for the decoupled all-reduce."""
+"""What of a model or of DistributedDataParallel the decoupled all-reduce refuses, and what is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +18,18 @@ from headway.strategies.live.module_spec import check_dense_gradients
 
 DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:
+    """Raise UnsupportedError for ``what``."""
+    raise UnsupportedError(f"{what} is not supported by the decoupled all-reduce", fix=fix)
+
+
+def refuse_options(**options: Any) -> None:
+    """Raise UnsupportedError for the first option that was given a value."""
+    for name, value in options.items():
+        if value is not None and value is not False and value != []:
+            refuse(f"{name}={value if isinstance(value, bool | int | list) else '…'}")
 
 
 def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
@@ -157,3 +169,25 @@ def trainable_now(module: nn.Module, compiled: Collection[int]) -> frozenset[int
                 if p is not None and p.requires_grad
             )
     return frozenset(found)
+
+
+class TrainedSet:
+    """The modules and parameters in ``module`` now, which parameters require a gradient, and what is compiled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._seen = self._now()
+
+    def changed(self, module: nn.Module) -> bool:
+        """Whether ``module`` is another, or any parameter or module in it has come, gone, been frozen or unfrozen, or
+        compiled in place since.
+        """
+        return module is not self._modules[0] or self._now() != self._seen
+
+    def _now(self) -> tuple[list[int], list[bool], list[int], list[tuple[Any, ...]]]:
+        own = [torch_private.own_parameters(each).values() for each in self._modules]
+        parameters = [p for those in own for p in those if p is not None]
+        parts = [id(part) for each in self._modules for part in torch_private.own_modules(each).values()]
+        marks = [torch_private.compilation_marks(each) for each in self._modules]
+        with torch_private.without_subclass_dispatch():
+            return [id(p) for p in parameters], [p.requires_grad for p in parameters], parts, marks

@@ -11,18 +11,14 @@ from torch.utils.hooks import RemovableHandle
 
 from headway.collectives.hierarchical import Hosts
 from headway.scheduling.buckets import BucketSchedule, GatherMode
-from headway.strategies.decoupled.asking import Asking
 from headway.strategies.decoupled.condition import LOCK, Condition
-from headway.strategies.decoupled.form import Form
 from headway.strategies.decoupled.gather_gradients import GatherGradients
 from headway.strategies.decoupled.gather_parameters import GatherParameters
-from headway.strategies.decoupled.layout import Layout
-from headway.strategies.decoupled.messages import HEADER_BYTES, Limits, Reply
-from headway.strategies.decoupled.peers import Peers
+from headway.strategies.decoupled.layout import Layout, Usage
+from headway.strategies.decoupled.peers import HEADER_BYTES, Asking, Limits, Peers, Reply
 from headway.strategies.decoupled.reducer import GradientReducer
-from headway.strategies.decoupled.settlement import Settlement
+from headway.strategies.decoupled.settlement import Form, Settlement
 from headway.strategies.decoupled.transport import BucketTransport
-from headway.strategies.decoupled.usage import Usage
 from headway.strategies.live.channels.streams import wait_on_host
 from headway.strategies.live.channels.wiring import OwnGroups, Wiring
 

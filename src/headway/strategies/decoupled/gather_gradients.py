@@ -18,18 +18,16 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.strategies.decoupled.bucket import BucketView
+from headway.strategies.decoupled.buckets import BucketView, copy_views, flat_copy, laid_out_like
 from headway.strategies.decoupled.condition import Condition
-from headway.strategies.decoupled.copying import copy_views, flat_copy, laid_out_like
-from headway.strategies.decoupled.form import Settling
 from headway.strategies.decoupled.granularity import UpdateGranularity
-from headway.strategies.decoupled.layout import Layout, SettleGroup
-from headway.strategies.decoupled.messages import Reply
+from headway.strategies.decoupled.layout import Layout, SettleGroup, Usage
+from headway.strategies.decoupled.optimizers import StandIn
 from headway.strategies.decoupled.parameter_state import ParameterState, looked_past, note_steps
-from headway.strategies.decoupled.sharded_gradients import ShardedGradients
-from headway.strategies.decoupled.stand_in import StandIn
+from headway.strategies.decoupled.peers import Reply
+from headway.strategies.decoupled.settlement import Settling
+from headway.strategies.decoupled.sharded import ShardedGradients
 from headway.strategies.decoupled.transport import BucketTransport
-from headway.strategies.decoupled.usage import Usage
 from headway.strategies.live.channels.communication import Job
 from headway.strategies.live.channels.observer import observer
 

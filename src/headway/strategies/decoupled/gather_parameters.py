@@ -19,21 +19,17 @@ import torch
 from torch.optim import Optimizer
 
 from headway import torch_private
-from headway.strategies.decoupled.asking import Asking
+from headway.strategies.decoupled.buckets import copy_views
 from headway.strategies.decoupled.condition import Condition
-from headway.strategies.decoupled.copying import copy_views
-from headway.strategies.decoupled.form import Settling
 from headway.strategies.decoupled.granularity import UpdateGranularity
-from headway.strategies.decoupled.layout import Layout, SettleGroup
-from headway.strategies.decoupled.messages import Reply
+from headway.strategies.decoupled.layout import Layout, SettleGroup, Usage
+from headway.strategies.decoupled.optimizers import StandIn
 from headway.strategies.decoupled.parameter_state import ParameterState, looked_past, note_steps
-from headway.strategies.decoupled.shard import Members, Piece, Shard
-from headway.strategies.decoupled.shard_update import ShardUpdate
-from headway.strategies.decoupled.sharded_gradients import ShardedGradients
-from headway.strategies.decoupled.sharded_states import ShardedStates
-from headway.strategies.decoupled.stand_in import StandIn
+from headway.strategies.decoupled.peers import Asking, Reply
+from headway.strategies.decoupled.settlement import Settling
+from headway.strategies.decoupled.shard import Members, Piece, Shard, ShardUpdate
+from headway.strategies.decoupled.sharded import ShardedGradients, ShardedStates
 from headway.strategies.decoupled.transport import BucketTransport
-from headway.strategies.decoupled.usage import Usage
 from headway.strategies.live.channels.communication import Job
 from headway.strategies.live.channels.observer import observer
 

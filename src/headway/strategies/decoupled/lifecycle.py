@@ -12,10 +12,8 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError, InternalError
-from headway.strategies.decoupled.clipping import watch_clipping
 from headway.strategies.decoupled.engine import Engine
-from headway.strategies.decoupled.stepping import watch_optimizers
-from headway.strategies.decoupled.unscaling import watch_unscaling
+from headway.strategies.decoupled.stepping import watch_clipping, watch_optimizers, watch_unscaling
 from headway.strategies.live.channels import retirement
 from headway.strategies.live.channels.communication import await_blocked
 

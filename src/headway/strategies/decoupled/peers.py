@@ -9,23 +9,79 @@ the ranks of one wrapped model share.
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.errors import CommunicationError, one_line
+from headway.errors import CommunicationError, HeadwayError, UnsupportedError, one_line
 from headway.rpc import interface, trusted
-from headway.strategies.decoupled import messages
-from headway.strategies.decoupled.messages import Answer, Limits, Reply
+from headway.rpc.trusted import receive_exactly, remaining_s
+from headway.strategies.decoupled.condition import Condition
 from headway.strategies.live.channels.communication import Job
 from headway.strategies.live.channels.departure import Departure
+
+_SIZES = struct.Struct("!QQ")  # of the header and of the payload, in bytes
+HEADER_BYTES = 64 * 2**10
+
+Reply = tuple[Mapping[str, Any], Sequence[torch.Tensor]]
+"""A header, and flat CPU tensors."""
+
+
+class TooLargeError(ConnectionError):
+    """A message says that it is larger than it can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a message may be."""
+
+    header_bytes: int = HEADER_BYTES
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A message: its header, and its tensors one after the other as bytes."""
+
+    header: dict[str, Any]
+    payload: memoryview
+
+
+def send(connection: socket.socket, message: Reply, deadline: float) -> None:
+    """Send ``message``. Raises TimeoutError where it is not taken before ``deadline``, OSError where it cannot be."""
+    header, tensors = message
+    text = json.dumps(dict(header)).encode()
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    connection.settimeout(remaining_s(deadline))
+    connection.sendall(_SIZES.pack(len(text), size_bytes) + text)
+    for tensor in tensors:
+        if tensor.numel():
+            connection.settimeout(remaining_s(deadline))
+            connection.sendall(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def receive(connection: socket.socket, limits: Limits, deadline: float) -> Answer:
+    """The next message. Raises TooLargeError before anything is allocated for it, TimeoutError, ConnectionError."""
+    header_bytes, payload_bytes = _SIZES.unpack(receive_exactly(connection, _SIZES.size, deadline))
+    for what, size_bytes, limit_bytes in (
+        ("header", header_bytes, limits.header_bytes),
+        ("payload", payload_bytes, limits.payload_bytes),
+    ):
+        if size_bytes > limit_bytes:
+            raise TooLargeError(f"a {what} of {size_bytes} bytes; expected at most {limit_bytes}")
+    header = json.loads(receive_exactly(connection, header_bytes, deadline))
+    return Answer(header, memoryview(receive_exactly(connection, payload_bytes, deadline)))
+
 
 ADDRESS_BYTES = 64
 STATUS_TIMEOUT_S = 10.0
@@ -139,7 +195,7 @@ class Peers:
         """
         try:
             answer = self._ask(rank, request, limits, self.timeout_s)
-        except messages.TooLargeError as error:
+        except TooLargeError as error:
             raise CommunicationError(
                 f"rank {self._names[rank]}: its answer about {request['want']} is too large: {error}. "
                 "Restart the job from its last checkpoint."
@@ -165,8 +221,8 @@ class Peers:
     def _ask(self, rank: int, request: Mapping[str, Any], limits: Limits, timeout_s: float) -> Answer:
         deadline = time.monotonic() + timeout_s
         with trusted.connect(self._addresses[rank], self._secret, deadline) as connection:
-            messages.send(connection, (request, ()), deadline)
-            return messages.receive(connection, limits, deadline)
+            send(connection, (request, ()), deadline)
+            return receive(connection, limits, deadline)
 
     # Who is to blame ---------------------------------------------------------------------------------
 
@@ -296,8 +352,8 @@ class Peers:
     def _answer(self, connection: socket.socket) -> None:
         respondent = self._respondent
         limits = Limits() if respondent is None else respondent.request_limits
-        request = messages.receive(connection, limits, time.monotonic() + REQUEST_S).header
-        messages.send(connection, self._reply(request), time.monotonic() + self.timeout_s)
+        request = receive(connection, limits, time.monotonic() + REQUEST_S).header
+        send(connection, self._reply(request), time.monotonic() + self.timeout_s)
 
     def _reply(self, request: Mapping[str, Any]) -> Reply:
         if self._respondent is None:
@@ -358,3 +414,30 @@ def _text(padded: bytes) -> str:
 def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     return host, int(port)
+
+
+POLL_S = 0.001
+
+
+class Asking:
+    """What the parts of an engine ask ``peers``."""
+
+    def __init__(self, peers: Peers, condition: Condition) -> None:
+        self._peers = peers
+        self._condition = condition
+
+    def ask_all(self, request: Mapping[str, Any], limits: Callable[[int], Limits]) -> dict[int, Answer]:
+        """Ask every other rank, for at most its limits. Raises CommunicationError where one fails, and ever after."""
+        try:
+            return self._peers.ask_all(request, limits)
+        except HeadwayError as error:
+            self._condition.failure = error
+            raise
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Return when ``holds`` is true, which a peer asked about. Raises UnsupportedError where it never is."""
+        deadline = time.monotonic() + self._peers.timeout_s
+        while not holds():
+            if self._condition.failure is not None or self._condition.closed or time.monotonic() > deadline:
+                raise UnsupportedError("a rank did not reach the point that another rank asked about")
+            time.sleep(POLL_S)

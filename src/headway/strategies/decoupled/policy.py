@@ -26,16 +26,11 @@ from headway.scheduling.buckets import (
 )
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
-from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.units import counted
 
 DEFAULT_CAP_BYTES = 4 * 2**20
 DEVICE_CAP_BYTES = 25 * 2**20
 """Of a module wrapped by hand on a device, whose host takes longer to launch a bucket's work than that takes."""
-
-OnStockDdp = DistributedDataParallelStrategy | ParameterServerStrategy
-"""What has stock DDP do the steps: with all-reduces of its own, or with servers behind its hook."""
 
 _PART = re.compile(r"(?P<name>.+?)(?:\[(?P<start>\d+):(?P<end>\d+)\])?")
 
@@ -87,30 +82,12 @@ class DecoupledStrategy(Strategy):
     """What gradients are cast to where they are sent, null for as they are; parameters are gathered as they are. It
     changes numerics, so it is proposed only to those who permit it (``--allow precision``)."""
 
-    tune: bool = False
-    """Whether these options are only the starting point, and better ones are searched for during the first steps."""
-
-    adapt: bool = False
-    """Whether the job is watched for as long as it trains, and better options are searched for when its network, its
-    ranks or their number have changed."""
-
-    begin_as: OnStockDdp | None = None
-    """With ``adapt``: stock DDP with these options does the steps until something is found that is faster. An option
-    that only servers have (``channels``, ``shares``, ``pieces``) makes it theirs. What else is said here is then what
-    the search starts from."""
-
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
         if self.gather_order and sorted(self.gather_order) != list(range(len(self.buckets))):
             raise ValueError("gather_order must name every bucket once")
-        if self.wire is not None and (self.wire.error_feedback or self.tune or self.adapt):
-            raise ValueError(
-                "wire of decoupled is a cast without error feedback, and is neither tuned nor adapted"
-            )
-        if self.begin_as is not None and (not self.adapt or has_wire(self.begin_as)):
-            raise ValueError("begin_as is for adapt: true, and has no wire")
-        if getattr(self.begin_as, "servers", None) is not None:
-            raise ValueError("begin_as has no servers on hosts, which are predicted alone")
+        if self.wire is not None and self.wire.error_feedback:
+            raise ValueError("wire of decoupled must be a cast without error feedback")
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
             raise ValueError("by_size is not in ascending order of size_bytes")
@@ -125,22 +102,12 @@ class DecoupledStrategy(Strategy):
         return self
 
     @property
-    def decides_while_training(self) -> bool:
-        """Whether the schedule is changed while the job trains."""
-        return self.adapt or self.tune
-
-    @property
     def algorithms(self) -> Algorithms:
         """Those of both halves, for buckets of each size."""
         return Algorithms(self.reduce_scatter, self.all_gather, self.by_size, self.ring_order)
 
     def decide(self, job: Job) -> BucketSchedule:
-        """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's.
-
-        Where stock DDP begins, or servers do, these are theirs.
-        """
-        if self.begin_as is not None:
-            return self.begin_as.decide(job)
+        """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's."""
         model = job.model
         if self.buckets:
             groups = self._looked_up(model)
@@ -164,8 +131,6 @@ class DecoupledStrategy(Strategy):
 
     def spelled_out(self, job: Job) -> Self:
         """The same decision with its buckets and gather order written out."""
-        if self.begin_as is not None:
-            return self
         return self.model_copy(update={**options_of(self.decide(job), job.model), "wire": self.wire})
 
     def with_buckets(self, schedule: Schedule, job: Job) -> Self | None:
@@ -199,8 +164,6 @@ class DecoupledStrategy(Strategy):
 
     def describe(self) -> str:
         """Say the strategy in a few words."""
-        if self.begin_as is not None:
-            return f"{self.begin_as.describe()}, {'tuned while training, ' * self.tune}adapting"
         cap = f"buckets of {self.bucket_cap_bytes / 2**20:g} MiB"
         said = ["decoupled", counted(len(self.buckets), "bucket") if self.buckets else cap]
         said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")
@@ -209,10 +172,6 @@ class DecoupledStrategy(Strategy):
         said += self.algorithms.in_words
         if self.wire is not None:
             said.append(f"gradients sent as {self.wire.describe()}")
-        if self.tune:
-            said.append("tuned while training")
-        if self.adapt:
-            said.append("adapting")
         return ", ".join(said)
 
     @property
@@ -224,11 +183,6 @@ class DecoupledStrategy(Strategy):
     def permission(self) -> str:
         """Casts take precision."""
         return "" if self.wire is None else PRECISION
-
-
-def has_wire(strategy: OnStockDdp) -> bool:
-    """Whether codecs send its gradients."""
-    return isinstance(strategy, DistributedDataParallelStrategy) and bool(strategy.wire)
 
 
 def strategy_of(schedule: BucketSchedule, model: ModelSpec) -> DecoupledStrategy:

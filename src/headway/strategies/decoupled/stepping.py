@@ -5,6 +5,15 @@ asks the stand-in for ``param_groups``, the parameters whose update the engine t
 hyper-parameters of this moment; the others are updated there and then. The deferred update runs the same stock code
 later: on whole parameters once their gradients have arrived, or on this rank's shard. Hooks of users and schedulers see
 one step, as ever. Optimizers that look at several elements or parameters at once step at once, on whole gradients.
+
+Unscaling where gradients are sharded: each rank unscales its shards, rather than fetch every gradient.
+
+What is not sharded is left to ``GradScaler``, which unscales in ``unscale_`` or in ``step``.
+
+Clipping by norm where gradients are sharded: norms of shards are summed, rather than every gradient fetched.
+
+What is sharded is clipped here, once something is wrapped, and everything else by torch, at the cost of reading every
+gradient. So it is where a script has imported ``clip_grad_norm_`` before that could be replaced (see ``reads``).
 """
 
 from __future__ import annotations
@@ -17,18 +26,20 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
+from headway.errors import UnsupportedError
 from headway.strategies.decoupled import deferred
 from headway.strategies.decoupled.condition import LOCK
-from headway.strategies.decoupled.form import Form
 from headway.strategies.decoupled.granularity import UpdateGranularity, granularity_of
+from headway.strategies.decoupled.optimizers import StandIn, WatchedState
 from headway.strategies.decoupled.parameter_state import ParameterState
-from headway.strategies.decoupled.settlement import ParameterGuard, Settlement
-from headway.strategies.decoupled.stand_in import StandIn
-from headway.strategies.decoupled.state import WatchedState
+from headway.strategies.decoupled.settlement import Form, ParameterGuard, Settlement
+from headway.strategies.decoupled.sharded import ShardedGradients
+from headway.strategies.live.reads import answer_clipping, answer_unscaling
 from headway.torch_private.optimizers import before_every_step
 
 _ZERO_GRAD = Optimizer.zero_grad
@@ -222,3 +233,118 @@ class _Clearing:
                 _ZERO_GRAD(owner, set_to_none)
         else:  # which may look at values too
             type(owner).zero_grad(owner, set_to_none)
+
+
+class MaterialiseHook:
+    """A forward pre-hook for one module. Copies and pickles of the module get one that does nothing.
+
+    It serves code that would not be noticed by ``DeferredParameter``, such as C++ extensions. Where gradients are not
+    recorded it brings up to date everything, since there is nothing to overlap with and fused inference kernels look at
+    several modules' parameters at once. So does a compiled module, whose code reads parameters without asking and is
+    made for ordinary ones.
+    """
+
+    def __init__(self, settlement: Settlement | None, module: nn.Module | None) -> None:
+        self._settlement = None if settlement is None else weakref.ref(settlement)
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        """Bring ``module``'s own parameters up to date."""
+        settlement = None if self._settlement is None else self._settlement()
+        if settlement is None or self._module is None or self._module() is not module:
+            return
+        settlement.join_settling()
+        compiled = torch_private.has_compiled_forward(module)
+        if torch.is_grad_enabled() and not compiled and not torch_private.inside_transform():
+            for parameter in torch_private.own_parameters(module).values():
+                if (
+                    type(parameter) is deferred.DeferredParameter
+                    and (guard := deferred.entry_of(parameter)) is not None
+                ):
+                    guard.before_value()
+        elif not settlement.idle:
+            self._settle(settlement, module, compiled=compiled)
+
+    @staticmethod
+    def _settle(settlement: Settlement, module: nn.Module, *, compiled: bool) -> None:
+        """Bring everything up to date."""
+        if not compiled:
+            settlement.settle_values()
+            return
+        if settlement.condition.filling and not settlement.condition.is_elsewhere:
+            raise UnsupportedError(
+                "a compiled module runs inside backward", got=type(module).__name__,
+                expected="checkpoints inside of what is compiled", fix="Use stock DDP.",
+            )  # fmt: skip
+        settlement.settle_all()
+
+    def __deepcopy__(self, _memo: Any) -> MaterialiseHook:
+        """A hook for the copy: nothing is in flight there."""
+        return MaterialiseHook(None, None)
+
+    def __reduce__(self) -> Any:
+        """As for a copy."""
+        return MaterialiseHook, (None, None)
+
+
+def watch_clipping() -> None:
+    """Clip what is sharded here from now on."""
+    answer_clipping(_clipped)
+
+
+def _clipped(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor | None:
+    with LOCK:
+        sharded = sharded_gradients_of(parameters)
+        if sharded is None:
+            return None
+        gradients, states = sharded
+        return gradients.clip(states, max_norm, norm_type, error_if_nonfinite)
+
+
+def sharded_gradients_of(
+    parameters: Iterable[torch.Tensor],
+) -> tuple[ShardedGradients, list[ParameterState]] | None:
+    """The sharded gradients of the engine that all gradients of ``parameters`` are sharded in; else None.
+
+    The answer is the same on every rank, although some may have looked at their gradients.
+    """
+    states: list[ParameterState] = []
+    settlements: set[Settlement] = set()
+    for parameter in parameters:
+        guard: ParameterGuard | None = deferred.entry_of(parameter)
+        if guard is None and not parameter.requires_grad and parameter.grad is None:
+            continue  # frozen: the stock function passes over it, too
+        if guard is None or not guard.state.sharded:
+            return None
+        states.append(guard.state)
+        settlements.add(guard.settlement)
+    if len(settlements) != 1 or len(set(states)) != len(states):
+        return None
+    (settlement,) = settlements
+    # Of a parameter that no rank has used the shards are zeros, which change neither a norm nor themselves.
+    gradients = settlement.form.sharded_gradients
+    if gradients is None or settlement.layout.device.type != "cpu" or settlement.condition.filling:
+        return None
+    return gradients, states
+
+
+def watch_unscaling() -> None:
+    """Unscale what is sharded here from now on."""
+    answer_unscaling(_unscaled)
+
+
+def _unscaled(
+    optimizer: Optimizer, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> Any:
+    """Whether any gradient is not finite, by device; None where the stock method has to do it."""
+    with LOCK:
+        sharded = sharded_gradients_of([p for group in optimizer.param_groups for p in group["params"]])
+        if sharded is None or found_inf.device.type != "cpu":
+            return None
+        gradients, states = sharded
+        if not allow_fp16 and any(state.parameter.dtype == torch.float16 for state in states):
+            return None  # the stock method refuses them
+        gradients.unscale(states, inverse_scale, found_inf)
+        return {found_inf.device: found_inf}

@@ -23,7 +23,7 @@ from headway.collectives.selection import Selection
 from headway.compression.cast import Cast
 from headway.errors import CommunicationError, HeadwayError
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.decoupled.bucket import LiveBucket
+from headway.strategies.decoupled.buckets import LiveBucket
 from headway.strategies.decoupled.condition import Condition
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.live.channels.communication import (

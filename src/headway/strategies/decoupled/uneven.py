@@ -74,9 +74,6 @@ class Joining(Protocol):
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force."""
 
-    def join_begins(self) -> None:
-        """Every rank enters a ``join()``."""
-
     def join_ends(self) -> None:
         """Go on as before it."""
 
@@ -88,7 +85,6 @@ class DecoupledJoinHook(JoinHook):
         self._wrapped = wrapped
         self._uneven = uneven
         wrapped.uneven = uneven
-        wrapped.join_begins()
         wrapped.reschedule(replace(uneven.schedule, gather="gradients"))
         if wrapped.engine is not None:
             wrapped.engine.transport.counts_steps = False

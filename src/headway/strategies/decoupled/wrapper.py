@@ -2,62 +2,63 @@
 
 from __future__ import annotations
 
-import warnings
+import inspect
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError
+from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, restricted
-from headway.strategies.adaptive.stock import Stock, stock_options
-from headway.strategies.adaptive.trained_set import TrainedSet
-from headway.strategies.ddp.policy import cap_bytes as cap_bytes_of_ddp
+from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
+from headway.scheduling.ddp_buckets import cap_bytes as cap_bytes_of_ddp
+from headway.strategies.candidates import Learned
 from headway.strategies.decoupled import lifecycle
 from headway.strategies.decoupled.checks import (
+    TrainedSet,
     check_casts,
     check_device_ids,
     check_module,
+    refuse,
+    refuse_options,
+    trainable_now,
     trainable_parameters,
 )
 from headway.strategies.decoupled.condition import LOCK
 from headway.strategies.decoupled.engine import Engine
-from headway.strategies.decoupled.joining import Joins
+from headway.strategies.decoupled.learning import StepWatch, learned
 from headway.strategies.decoupled.peers import Peers
 from headway.strategies.decoupled.policy import (
     DEFAULT_CAP_BYTES,
     DEVICE_CAP_BYTES,
     DecoupledStrategy,
-    OnStockDdp,
+    options_of,
     strategy_of,
 )
-from headway.strategies.decoupled.prehook import MaterialiseHook
-from headway.strategies.decoupled.refused import refuse, refuse_options
-from headway.strategies.decoupled.stepping import clear_gradients
+from headway.strategies.decoupled.stepping import MaterialiseHook, clear_gradients, unbind_unused
+from headway.strategies.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.live import replicas
+from headway.strategies.live.agreement import Agreement
 from headway.strategies.live.channels import retirement
 from headway.strategies.live.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.live.existing_group import existing_group
 from headway.strategies.live.module_spec import model_spec
+from headway.strategies.live.runtime import Changes
+from headway.strategies.plugin import InForce
 
-if TYPE_CHECKING:
-    from headway.strategies.adaptive.tuning.proposals import Tuned
 
-
-class DecoupledDataParallel(Joins):
+class DecoupledDataParallel(DistributedDataParallel):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
-    are cut in reverse order of registration. With ``tune`` the schedule is improved during the first steps, and
-    ``tuning`` says how as soon as that is done; with ``adapt`` whenever the job's network has changed. Stock DDP does
-    the steps until then where ``begin_as`` gives its buckets, through servers where that says so. Parameters,
-    gradients, optimizer state and buffers read at any time are those of stock DDP. Options whose meaning is not
-    implemented raise UnsupportedError.
+    are cut in reverse order of registration. Parameters, gradients, optimizer state and buffers read at any time are
+    those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
 
     Parameters may be on the CPU, or on a CUDA device with NCCL or Gloo; ``device_ids`` and ``output_device`` may name
     that device, and inputs are then moved to it.
@@ -65,8 +66,6 @@ class DecoupledDataParallel(Joins):
     Raises UnsupportedError for models and options that would train wrongly, UserError where there is no process
     group or where ranks do not agree on the model.
     """
-
-    tuning: Tuned | None = None
 
     def __init__(
         self,
@@ -92,9 +91,6 @@ class DecoupledDataParallel(Joins):
         forward_sync_buffers: bool | None = None,
         *,
         schedule: BucketSchedule | None = None,
-        tune: bool = False,
-        adapt: bool = False,
-        begin_as: OnStockDdp | None = None,
     ) -> None:
         nn.Module.__init__(self)
         del check_reduction  # without effect on results
@@ -138,14 +134,8 @@ class DecoupledDataParallel(Joins):
         self._graph_bytes = cap_bytes_of_ddp(bucket_cap_mb)
         self._join_config = torch_private.join_config_disabled()
 
-        self._stock = Stock(
-            stock_options(
-                device_ids=self.device_ids, output_device=self.output_device, dim=dim, process_group=group,
-                bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters,
-                gradient_as_bucket_view=gradient_as_bucket_view, batched_grad_copy=batched_grad_copy,
-                shares_buffers=self.forward_sync_buffers,
-            )
-        )  # fmt: skip
+        self.uneven: Uneven | None = None
+        self.changes = Changes()
 
         replicas.check_agreement(spec, schedule, group, self.join_device)
         self._hosts = replicas.hosts_of(group, self.join_device)
@@ -155,36 +145,8 @@ class DecoupledDataParallel(Joins):
             replicas.broadcast(module.parameters(), group, self.join_device)
             if self.forward_sync_buffers or forward_sync_buffers is not None:
                 replicas.broadcast(module.buffers(), group, self.join_device)
-        if begin_as is not None and _compiled_inside(module):
-            raise UnsupportedError(
-                f"a plan of {begin_as.name} cannot adapt a compiled model", got=begin_as.describe(),
-                fix="Leave out --adapt, or adapt: true.",
-            )  # fmt: skip
         self._wrapped = {name: id(parameter) for name, parameter in trainable_parameters(module).items()}
         self._start_engine()
-        if begin_as is not None:
-            self.use_stock_ddp(begin_as)
-        if tune or adapt:
-            self._watch_over(tune=tune, adapt=adapt)
-
-    def _watch_over(self, *, tune: bool, adapt: bool) -> None:
-        from headway.strategies.adaptive.adapting import live
-        from headway.strategies.adaptive.tuning.tuner import tune as tune_while_training
-
-        if self._compiled:
-            said = "the schedule of a compiled model is not tuned while it trains: record it and run a plan"
-            warnings.warn(said, HeadwayWarning, stacklevel=3)
-            return
-        if adapt and self.device_type != "cpu":
-            said = f"steps on {self.device_type} are not watched: the plan stays as it is"
-            warnings.warn(said, HeadwayWarning, stacklevel=3)
-            adapt = False
-        if tune:
-            before = self.strategy.describe()
-            adapting = partial(_adapt_afterwards, before)
-            tune_while_training(self, afterwards=adapting if adapt else None)
-        elif adapt:
-            live.adapt(self)
 
     def _start_engine(self) -> None:
         groups = groups_of_our_own(self.process_group, self._wiring, self._channels)
@@ -209,31 +171,22 @@ class DecoupledDataParallel(Joins):
 
     @property
     def engine(self) -> Engine | None:
-        """What runs this model; None in copies made by deepcopy or pickle, and where stock DDP does for good."""
+        """What runs this model; None in copies made by deepcopy or pickle, and where something else does for good."""
         return self.__dict__.get("_engine")
 
     @property
-    def strategy(self) -> DecoupledStrategy | OnStockDdp:
+    def strategy(self) -> DecoupledStrategy:
         """What is in force."""
-        if self._stock.in_force:
-            return self._stock.strategy
         return strategy_of(self.schedule, model_spec(self.module))
 
     @property
     def reductions(self) -> int:
-        """How many backwards have been reduced, as far as it can be said without a look at gradients.
-
-        It only grows, but for changes of what is in force; stock DDP's are counted while there is a tuner.
-        """
-        if self._stock.in_force:
-            return self._stock.reductions
+        """How many backwards have been reduced under the schedule in force."""
         return 0 if self.engine is None else self.engine.layout.buckets[0].reductions
 
     @property
     def reducer(self) -> Any:  # type: ignore[override]
         """What torch's pipelines ask for before the last backward of a stage."""
-        if self._stock.in_force:
-            return self._stock.ddp.reducer
         if self.engine is None:
             raise UnsupportedError("a copy of a decoupled model has no reducer")
         return self.engine.reducer
@@ -276,19 +229,34 @@ class DecoupledDataParallel(Joins):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, after rank 0's buffers have been broadcast as stock DDP does it."""
+        reducing = self.begin_forward(learning=torch.is_grad_enabled())
+        return self.run_forward(inputs, kwargs, reducing=reducing)
+
+    def begin_forward(self, *, learning: bool) -> bool:
+        """A forward is about to begin, ``learning`` where gradients are recorded.
+
+        Returns whether its backward may be reduced.
+        """
+        if not learning:
+            return False
+        self.changes.check_ended()
+        engine = self.engine
+        if engine is None:
+            raise UnsupportedError(
+                "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
+            )
+        engine.begin_forward()
+        if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            refuse("CUDA graph capture")
+        if not self._join_config.enable:
+            self.join_ends()  # one that was switched off has begun all the same
+        trains = self.trains_something()
+        engine.synchronise = self.require_backward_grad_sync
+        return trains
+
+    def run_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, reducing: bool) -> Any:
+        """The forward that ``begin_forward`` said was ``reducing``."""
         learning = torch.is_grad_enabled()
-        if learning:
-            self._check_whole()
-        told = self._stock.in_force
-        if told:
-            self._before_stock(learning=learning)
-        if self._stock.in_force:
-            return self._stock.forward(self, inputs, kwargs, counted=self.tuner is not None)
-        reducing = learning and self._begins_learning()
-        if self.tuner is not None and not told:
-            self.tuner.before_forward(learning=reducing)
-        if self.is_stock:  # since a moment ago
-            return self._stock.forward(self, inputs, kwargs, counted=True)
         engine = self.engine
         if self._join_config.enable:
             Join.notify_join_context(self)
@@ -307,23 +275,28 @@ class DecoupledDataParallel(Joins):
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
         return output
 
-    def _begins_learning(self) -> bool:
-        """A forward is about to begin whose gradients are recorded; whether its backward may be reduced."""
-        engine = self.engine
-        if engine is None:
-            raise UnsupportedError(
-                "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
-            )
-        engine.begin_forward()
-        if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-            refuse("CUDA graph capture")
-        if not self._join_config.enable:
-            self.join_ends()  # one that was switched off has begun all the same
-        trains = self._trains_something()
-        engine.synchronise = self.require_backward_grad_sync
-        return trains
+    def trains_something(self, rebuild: Callable[[bool], None] | None = None) -> bool:
+        """Whether any parameter is trained now; where others are than before, they are followed.
 
-    def _follow_trainable(self) -> None:
+        ``rebuild`` follows them where something else does the steps; it is told whether there are other parameters, or
+        other modules alone. Raises UnsupportedError where a module has been compiled in place.
+        """
+        if self._trained.changed(self.module):
+            trainable = trainable_now(self.module, self._compiled)
+            names = trainable_parameters(self.module).keys()
+            if trainable and (trainable != self.trainable or names != self.schedule.buckets_of.keys()):
+                self._follow_trainable(rebuild)
+            # Other modules may compute with the same parameters.
+            if rebuild is not None:
+                rebuild(False)
+            elif self.engine is not None:
+                self._watch_modules(self.engine)
+            # A critic that is frozen while others learn is as it was when it thaws.
+            self._frozen = not trainable
+            self._trained = TrainedSet(self.module)
+        return not self._frozen
+
+    def _follow_trainable(self, rebuild: Callable[[bool], None] | None) -> None:
         """Parameters were frozen, unfrozen or replaced, on every rank alike: put buckets of those in force."""
         engine = self.engine
         mine = set() if engine is None else {id(state.parameter) for state in engine.layout.states}
@@ -336,11 +309,11 @@ class DecoupledDataParallel(Joins):
         trainable = trainable_parameters(self.module)
         spec = model_spec(self.module)
         replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
-        with self._changing():
-            if self._stock.in_force:
-                self._stock.begin_again(self, self._stock.strategy)
-            else:
-                assert engine is not None
+        if rebuild is not None:
+            rebuild(True)
+        else:
+            assert engine is not None
+            with self.changes.of(self):
                 engine.reschedule(trainable, self.schedule)
                 engine.warn_of_drift(
                     [name for name, p in trainable.items() if self._wrapped.get(name) != id(p)]
@@ -350,11 +323,20 @@ class DecoupledDataParallel(Joins):
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force: on every rank, at the same point of the script, between two steps.
 
-        So it is where stock DDP does the steps: the decoupled all-reduce goes on. Raises UserError where ranks do not
-        agree on it, UnsupportedError in the middle of a backward.
+        Raises UserError where ranks do not agree on it, UnsupportedError in the middle of a backward.
         """
-        if self.engine is None and not self._stock.in_force:
+        if self.engine is None:
             raise UnsupportedError("a copy of a decoupled model has no schedule")
+        self.check_schedule(schedule)
+        with self.changes.of(self):
+            self.engine.reschedule(trainable_parameters(self.module), schedule)
+            self.schedule = schedule
+
+    def check_schedule(self, schedule: BucketSchedule) -> None:
+        """Raise UserError where ranks do not agree on ``schedule``, UnsupportedError where it cannot be put in force.
+
+        Collective.
+        """
         if schedule.channels > self._channels:
             raise UnsupportedError(
                 "a schedule asks for more channels than the model was wrapped with", got=schedule.channels,
@@ -366,24 +348,161 @@ class DecoupledDataParallel(Joins):
         if self.engine is not None and self.engine.running:
             self.engine.check_usable()
             refuse("reschedule() in the middle of a backward", fix="Call it between two steps.")
-        with self._changing():
-            accumulated = self._come_back() if self._stock.in_force else None
-            if self.engine is None:
-                self.schedule = schedule
-                self._start_engine()
-            else:
-                self.engine.reschedule(trainable_parameters(self.module), schedule)
-                self.schedule = schedule
-            if accumulated is not None and self.engine is not None:
-                self.engine.note_accumulated(accumulated)
 
-    def _come_back(self) -> frozenset[int]:
-        """End stock DDP; returns what its backwards have accumulated."""
-        accumulated = self._stock.accumulated
-        self._stock.end(self)
+    # Giving way to another runtime, and coming back ---------------------------------------------------
+
+    @property
+    def accumulated(self) -> frozenset[int]:
+        """The identities of parameters whose gradients a backward has added to that was not reduced."""
+        return frozenset() if self.engine is None else self.engine.accumulated
+
+    def check_settled(self) -> None:
+        """Raise what went wrong before, or UnsupportedError where a backward never finished."""
         if self.engine is not None:
-            self._take_up(self.engine)
-        return accumulated
+            self.engine.check_usable()
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise as ``check_settled``, and UnsupportedError in the middle of a backward: ``what`` is refused there."""
+        engine = self.engine
+        if engine is None:
+            raise UnsupportedError("a copy of a decoupled model cannot be handed over to stock DDP")
+        engine.check_usable()
+        if engine.running:
+            refuse(f"{what} in the middle of a backward", fix="Call it between two steps.")
+
+    def stand_aside(self) -> None:
+        """Leave module and optimizers as if there had been no engine, on every rank at the same point."""
+        assert self.engine is not None
+        self.engine.stand_aside()
+        lifecycle.set_aside(self.engine, aside=True)
+        unbind_unused()
+
+    def let_go(self) -> None:
+        """Give back connections and threads, after ``stand_aside``; ``come_back`` makes others."""
+        if self.engine is not None:
+            lifecycle.release_everywhere(self.engine)
+            self._abandoning.detach()
+            self.__dict__["_engine"] = None
+
+    def come_back(self, schedule: BucketSchedule, accumulated: Collection[int] | None = None) -> None:
+        """Do the steps again, under ``schedule``. ``accumulated`` is what another runtime had not reduced, if any."""
+        engine = self.engine
+        if engine is None:
+            self.schedule = schedule
+            self._start_engine()
+        else:
+            lifecycle.set_aside(engine, aside=False)
+            self._watch_modules(engine)
+            engine.reschedule(trainable_parameters(self.module), schedule)
+            self.schedule = schedule
+        if accumulated is not None:
+            assert self.engine is not None
+            self.engine.note_accumulated(accumulated)
+
+    # What tuning learns from --------------------------------------------------------------------------
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any module in it is compiled."""
+        return bool(self._compiled)
+
+    @property
+    def permitted_forms(self) -> tuple[GatherMode, ...]:
+        """What may be gathered, what is gathered now first."""
+        assert self.engine is not None
+        if self.engine.settlement.needs_gradients:
+            return ("gradients",)
+        now = self.schedule.gather
+        return (now, "gradients" if now == "parameters" else "parameters")
+
+    @property
+    def channels(self) -> int:
+        """How many collectives its connections can have in flight at a time."""
+        assert self.engine is not None
+        return self.engine.transport.channels
+
+    def watch_steps(self) -> StepWatch:
+        """Begin to watch steps, until the watch is told to ``detach``."""
+        assert self.engine is not None
+        return StepWatch(self.module, self.engine, model_spec(self.module))
+
+    def learn(self, watch: StepWatch, agreement: Agreement) -> Learned:
+        """What ``watch`` saw on the slowest rank, and what collectives cost with nothing else in flight. Collective.
+
+        Raises TuningEndedError where a rank saw no step.
+        """
+        assert self.engine is not None
+        return learned(self.engine, model_spec(self.module), watch, agreement)
+
+    # join() -------------------------------------------------------------------------------------------
+
+    @property
+    def joining(self) -> bool:
+        """Whether a ``join()`` lasts."""
+        return self.uneven is not None
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs, as ``DistributedDataParallel.join``. Gradients are gathered while it lasts."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> JoinHook:
+        """What this rank does while it has no inputs left and others have. Collective."""
+        self.join_ends()  # of one that was switched off
+        uneven = Uneven(
+            self.process_group,
+            self.schedule,
+            self.join_device,
+            divide_by_initial=divide_by_initial_world_size,
+        )
+        return DecoupledJoinHook(self, uneven)
+
+    def join_ends(self) -> None:
+        """Go on as before a ``join()``, if there is one."""
+        if self.uneven is not None and self.engine is not None:
+            before, self.uneven = self.uneven.schedule, None
+            self.engine.reducer.divisor = float(self.engine.transport.world_size)
+            self.reschedule(before)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``join()`` keeps its counts."""
+        return self._wiring.messages
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that ``join()`` counts over."""
+        return self.process_group
+
+    # What DistributedDataParallel offers and this refuses: nothing is silently ignored -------------------
+
+    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
+        """Refuse: the collective is not an all-reduce that a hook could replace."""
+        refuse("register_comm_hook()")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        refuse("_register_builtin_comm_hook()")
+
+    def _register_buffer_comm_hook(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse("_register_buffer_comm_hook()")
+
+    def _register_fused_optim(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse("_register_fused_optim()")
+
+    def _set_static_graph(self) -> NoReturn:
+        refuse("static_graph=True")
+
+    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+        refuse("_update_process_group()")
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused: what is inside would not run compiled.
@@ -417,8 +536,8 @@ class DecoupledDataParallel(Joins):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
         left_behind = (
-            "_engine", "_stock", "_abandoning", "process_group", "trainable", "_trained", "_wrapped", "_compiled",
-            "_wiring", "tuner", "uneven",
+            "_engine", "_abandoning", "process_group", "trainable", "_trained", "_wrapped", "_compiled", "_wiring",
+            "uneven", "changes",
         )  # fmt: skip
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
@@ -428,24 +547,73 @@ class DecoupledDataParallel(Joins):
         self.process_group = existing_group(None)
         self._wiring = wiring_of(self.device, self.process_group)
         self._compiled = _compiled_inside(self.module)
-        self._stock = Stock({})
-        self.uneven = None
+        self.uneven, self.changes = None, Changes()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        if self._stock.in_force:
-            return dict(self._stock.ddp._get_ddp_logging_data())
         return {
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
         }
 
 
-def _adapt_afterwards(before: str, wrapped: Any, tuned: Tuned) -> None:
-    from headway.strategies.adaptive.adapting import live
-
-    live.adapt(wrapped, tuned.entry(tuned.all_steps, before))
-
-
 def _compiled_inside(module: nn.Module) -> frozenset[int]:
     """The identities of the modules of ``module`` that are compiled."""
     return frozenset(id(each) for each in module.modules() if torch_private.is_compiled(each))
+
+
+__all__ = ["DecoupledDataParallel", "in_force", "live_options", "refusal", "unseen", "wrap"]
+
+
+def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
+    """Wrap ``module`` as ``strategy`` decides. ``ddp_options`` are arguments of DistributedDataParallel.
+
+    Raises PlanError where the strategy does not fit the module, UnsupportedError and UserError as
+    ``DecoupledDataParallel`` does.
+    """
+    return DecoupledDataParallel(module, **live_options(strategy, module), **ddp_options)
+
+
+def unseen(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
+    """As ``wrap``, but told to nobody who watches or replaces what scripts wrap."""
+    wrapped = object.__new__(DecoupledDataParallel)
+    init = inspect.unwrap(DecoupledDataParallel.__init__)
+    init(wrapped, module, **live_options(strategy, module), **ddp_options)
+    return wrapped
+
+
+def live_options(strategy: DecoupledStrategy, module: nn.Module) -> dict[str, Any]:
+    """The arguments of DecoupledDataParallel that ``strategy`` decides for ``module``.
+
+    Raises PlanError where the strategy does not fit the module.
+    """
+    return {"schedule": strategy.decide(Job.of(model_spec(module)))}
+
+
+def in_force(wrapped: nn.Module) -> InForce | None:
+    """What a decoupled model does now, after whatever its optimizer made of its plan."""
+    if not isinstance(wrapped, DecoupledDataParallel):
+        return None
+    # The engine's, which an optimizer may have had gather gradients after all.
+    schedule = wrapped.schedule if wrapped.engine is None else wrapped.engine.schedule
+    buckets = tuple(bucket.parameters for bucket in schedule.buckets)
+    return InForce(options_of(schedule, model_spec(wrapped.module)), buckets)
+
+
+def refusal(wrapped: nn.Module, *, compiled_around: bool) -> str:
+    """Why the decoupled all-reduce would refuse to take the place of a model's wrapper; "" where it would not.
+
+    ``compiled_around`` says that code was compiled which calls the wrapper.
+    """
+    if isinstance(wrapped, DecoupledDataParallel):
+        return ""
+    if compiled_around:
+        return "the model was compiled after it was wrapped"
+    try:
+        check_module(cast("nn.Module", wrapped.module))
+        refuse_options(
+            static_graph=getattr(wrapped, "static_graph", False),
+            mixed_precision=getattr(wrapped, "mixed_precision", None),
+        )
+    except UserError as refusal:
+        return str(refusal).partition(". ")[0]
+    return ""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headway.collectives.algorithms import NCCL, SERVERS
+from headway.collectives.algorithms import ALL_REDUCE, NCCL, SERVERS
+from headway.collectives.program import scratch_numel_of
+from headway.collectives.selection import Selection
 from headway.collectives.server_hosts import pieces_of
 from headway.collectives.servers import EVENLY
+from headway.graph.build import GraphBuilder
 from headway.job import Job
+from headway.model import ModelSpec
 from headway.planning.bound import bound_of
-from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies import ddp_steps
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
-from headway.strategies.parameter_server import footprint
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
@@ -23,13 +27,39 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+    from headway.strategies.candidates import Candidate, Question
+    from headway.strategies.live.stock import StockSteps
 
 ON_CPUS = "headway run has parameter servers for parameters on the CPU, and refuses them where NCCL is used"
 PREDICTED = "servers on hosts are predicted alone: headway run refuses such a plan"
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 PIECES_OF_UNEQUAL = (4, 16)
+
+
+class _Reactions(ddp_steps.Reactions):
+    """DDP's reactions, with other all-reduces: each channel has connections of its own and serves one at a time."""
+
+    def __init__(self, graph: GraphBuilder[BucketSchedule], job: Job) -> None:
+        super().__init__(graph, job)
+        graph.schedule.serving.check(graph.world_size)
+
+    @property
+    def at_a_time(self) -> int:
+        """One a channel."""
+        return self._graph.schedule.channels
+
+    @property
+    def channels_apart(self) -> bool:
+        """Every channel has a process group of its own."""
+        return True
+
+    def selection(self, size_bytes: int) -> Selection:
+        """Push and pull."""
+        serving = self._graph.schedule.serving
+        return Selection(
+            SERVERS, ALL_REDUCE, serving.pieces, shares=serving.shares, server_hosts=serving.hosts
+        )
 
 
 class _Plugin(StrategyPlugin[ParameterServerStrategy]):
@@ -39,12 +69,10 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: ParameterServerStrategy
     ) -> StepLayout:
         del strategy
-        from headway.strategies.parameter_server.reactions import Reactions
-
-        return Reactions(graph, job)
+        return _Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
-        return footprint.footprint(job.stages[stage], schedule, job.world_size)
+        return _footprint(job.stages[stage], schedule, job.world_size)
 
     def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
         """As many as each key has pieces; where hosts serve, each takes some operations of each."""
@@ -66,6 +94,8 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
             for channels in CHANNELS
             for cap in CAPS_MB
         ]
+        from headway.strategies.parameter_server.shares import shares_on
+
         if unequal := shares_on(job.on):
             proposed += [
                 ParameterServerStrategy(bucket_cap_mb=cap, channels=channels, shares=unequal, pieces=pieces)
@@ -92,6 +122,19 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
 
         return runtime.wrap(module, strategy, **ddp_options)
 
+    def worth_trying(self, question: Question) -> Sequence[Candidate]:
+        from headway.strategies.parameter_server.shares import worth_trying
+
+        return worth_trying(question)
+
+    def on_stock_ddp(self, strategy: ParameterServerStrategy) -> StockSteps:
+        from headway.strategies.parameter_server import runtime
+
+        return runtime.on_stock_ddp(strategy)
+
+    def for_any_workers(self, strategy: ParameterServerStrategy) -> ParameterServerStrategy:
+        return strategy.model_copy(update={"shares": (), "pieces": 1})
+
     @property
     def injection(self) -> Injection[ParameterServerStrategy]:
         return _Injection()
@@ -100,6 +143,22 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         from headway.strategies.parameter_server import runtime
 
         return runtime.in_force(wrapped)
+
+
+def _footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Footprint:
+    """What the rank holds that serves most. Raises PlanError for shares of others than ``world_size`` ranks."""
+    schedule.serving.check(world_size)
+    stock = ddp_steps.footprint(model, schedule, world_size)
+    if schedule.serving.hosts is not None:
+        return stock  # what serves is apart from the workers
+    largest: dict[str, int] = {}  # bucket of each type, which has scratch memory of its own
+    for bucket in schedule.buckets:
+        largest[bucket.dtype] = max(bucket.size_bytes, largest.get(bucket.dtype, 0))
+    shares = schedule.serving.shares
+    most = shares.index(max(shares)) if shares else 0
+    program = schedule.serving.program(most, world_size)
+    scratch_bytes = schedule.channels * sum(scratch_numel_of(program, each) for each in largest.values())
+    return replace(stock, buffers_bytes=stock.buffers_bytes + scratch_bytes)
 
 
 class _Injection(Injection[ParameterServerStrategy]):

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from headway.collectives.servers import Serving
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.ddp_buckets import Cap, assigned, size_limits_bytes
 from headway.strategies.base import Strategy
-from headway.strategies.ddp.policy import Cap, DistributedDataParallelStrategy
 from headway.units import counted
 
 LEAST_PIECE_MB = 1 / 16
@@ -49,7 +49,7 @@ class ParameterServerStrategy(Strategy):
 
     def decide(self, job: Job) -> BucketSchedule:
         """Assign keys as DDP assigns buckets."""
-        buckets = self.bucketing().decide(job).buckets
+        buckets = assigned(job.model, self.size_limits_bytes())
         return BucketSchedule(buckets, channels=self.channels, serving=self.serving)
 
     @property
@@ -57,9 +57,9 @@ class ParameterServerStrategy(Strategy):
         """How workers share the work."""
         return Serving(self.shares, self.pieces, self.servers)
 
-    def bucketing(self) -> DistributedDataParallelStrategy:
-        """What cuts gradients into keys."""
-        return DistributedDataParallelStrategy(bucket_cap_mb=self.bucket_cap_mb)
+    def size_limits_bytes(self) -> list[int]:
+        """The size limits of keys, as DDP has them of buckets."""
+        return size_limits_bytes(self.bucket_cap_mb)
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""

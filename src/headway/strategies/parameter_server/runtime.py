@@ -10,20 +10,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headway import torch_private
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import Serving
 from headway.errors import UnsupportedError
-from headway.strategies.ddp import runtime as ddp_runtime
 from headway.strategies.live import replicas
 from headway.strategies.live.channels import retirement
 from headway.strategies.live.channels.communication import Job
-from headway.strategies.live.channels.hooked import HookedChannels
+from headway.strategies.live.channels.hooked import HookedBuckets, HookedChannels
 from headway.strategies.live.channels.wiring import OwnGroups, wiring_of
 from headway.strategies.live.existing_group import existing_group
 from headway.strategies.live.module_spec import check_dense_gradients, model_spec
+from headway.strategies.live.stock import StockSteps, bucket_options, keep_compiled_parts, named_buckets
 from headway.strategies.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.plugin import InForce
 
@@ -77,7 +76,7 @@ def check_module(module: nn.Module) -> None:
 
 def options(strategy: ParameterServerStrategy) -> dict[str, Any]:
     """The arguments of DistributedDataParallel that ``strategy`` decides."""
-    return ddp_runtime.options(strategy.bucketing())
+    return bucket_options(strategy.bucket_cap_mb)
 
 
 def take_over(
@@ -88,34 +87,27 @@ def take_over(
     Collective. Raises PlanError for shares of another number of ranks.
     """
     strategy.serving.check(wrapped.process_group.size())
-    ddp_runtime.keep_compiled_parts(wrapped, given)
-    Served(wrapped, strategy)
+    keep_compiled_parts(wrapped, given)
+    serve(strategy, wrapped)
 
 
-class Served:
-    """DDP with the ``options`` of ``strategy`` that communicates through servers until ``end``; made by all ranks."""
+def serve(strategy: ParameterServerStrategy, wrapped: DistributedDataParallel) -> HookedBuckets:
+    """Have ``wrapped``, which has the ``options`` of ``strategy``, communicate through servers. Collective."""
+    retirement.end_unused()
+    servers = None
+    if wrapped.process_group.size() > 1:
+        servers = Servers(wrapped, strategy.channels, strategy.serving)
+    return HookedBuckets(wrapped, servers, push_bucket, _STRATEGY, strategy)
 
-    def __init__(self, wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -> None:
-        retirement.end_unused()
-        self._servers: Servers | None = None
-        if wrapped.process_group.size() > 1:
-            servers = self._servers = Servers(wrapped, strategy.channels, strategy.serving)
-            self._abandoning = retirement.when_collected(wrapped, servers.abandon)
-        setattr(wrapped, _STRATEGY, strategy)
-        torch_private.copied_without_hook(wrapped, _STRATEGY)
-        self.hook(wrapped)
 
-    def hook(self, wrapped: DistributedDataParallel) -> None:
-        """Go on with another reducer of ``wrapped``."""
-        if self._servers is not None:
-            wrapped.register_comm_hook(self._servers, push_bucket)
+def on_stock_ddp(strategy: ParameterServerStrategy) -> StockSteps:
+    """How torch's DDP does steps whose buckets go through servers."""
 
-    def end(self, wrapped: DistributedDataParallel) -> None:
-        """Leave ``wrapped``, which has let go of its reducer, without servers."""
-        delattr(wrapped, _STRATEGY)
-        torch_private.copied_as_itself(wrapped)
-        if self._servers is not None and self._abandoning.detach():
-            self._servers.abandon()
+    def check_ranks(module: nn.Module, world_size: int) -> None:
+        check_module(module)
+        strategy.serving.check(world_size)
+
+    return StockSteps(options(strategy), check_ranks, partial(serve, strategy))
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:
@@ -123,7 +115,7 @@ def in_force(wrapped: nn.Module) -> InForce | None:
     strategy: ParameterServerStrategy | None = getattr(wrapped, _STRATEGY, None)
     if strategy is None or not isinstance(wrapped, DistributedDataParallel):
         return None
-    return InForce(strategy.model_dump(mode="json"), ddp_runtime.named_buckets(wrapped))
+    return InForce(strategy.model_dump(mode="json"), named_buckets(wrapped))
 
 
 class Servers(HookedChannels):

@@ -21,7 +21,7 @@ from headway.scheduling.groups import GroupSchedule
 from headway.simulation.engine import play
 from headway.strategies.chance import slowed
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.ddp.reactions import Reactions
+from headway.strategies.ddp_steps import Reactions
 from headway.strategies.horizon import Outcome
 from headway.strategies.partial_all_reduce.cosimulation import CoSimulation, Iterations, Scenario, parts_of
 from headway.strategies.partial_all_reduce.plugin import averaged_bytes

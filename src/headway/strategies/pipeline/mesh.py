@@ -10,6 +10,7 @@ from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.replicated import ReplicatedSchedule
+from headway.strategies.adaptive.policy import AdaptiveStrategy
 from headway.strategies.base import DATA, DATA_INSIDE, PIPELINE, Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -27,7 +28,7 @@ class MeshStrategy(Strategy):
 
     pipeline: PipelineStrategy
     """The order of every pipeline."""
-    data: DistributedDataParallelStrategy | DecoupledStrategy
+    data: DistributedDataParallelStrategy | DecoupledStrategy | AdaptiveStrategy
     """What the replicas of a stage do about its gradients, from its last backward on."""
 
     def decide(self, job: Job) -> ReplicatedSchedule:
@@ -58,7 +59,7 @@ class MeshStrategy(Strategy):
 
     def _check_data(self) -> None:
         data = self.data
-        if isinstance(data, DecoupledStrategy):
+        if isinstance(data, DecoupledStrategy | AdaptiveStrategy):
             if self.pipeline.order == RECORDED or data.decides_while_training:
                 raise PlanError(
                     "pipelines with this decoupled all-reduce within stages can be trained, not replayed",

@@ -20,6 +20,7 @@ from headway.collectives.algorithms import RING
 from headway.collectives.live import Transfer
 from headway.errors import CommunicationError, HeadwayError, InternalError, UnsupportedError, one_line
 from headway.plugins import PluginFaultError
+from headway.scheduling.buckets import channel_of
 from headway.strategies.live.channels.observer import THREAD_NAME, Collective, observer
 from headway.strategies.live.channels.streams import Streams, wait_on_host
 from headway.strategies.live.channels.wiring import OwnGroups
@@ -190,7 +191,7 @@ class Channels:
         job.ready = self._streams.mark()
         self.last = job
         self._latest.append(job)
-        self._queues[job.sequence % self._active].put(job)
+        self._queues[channel_of(job.sequence, self._active)].put(job)
         return job
 
     def submit_work(self, job: Job) -> Job:

@@ -122,6 +122,41 @@ class HookedChannels:
         self._groups.end()
 
 
+class HookedBuckets:
+    """A DDP whose buckets ``channels`` carry behind its communication hook, until ``end``; made by all ranks.
+
+    ``channels`` is None where it is alone in its job. ``mark`` is the attribute of the DDP that says what carries them;
+    copies do not have it.
+    """
+
+    def __init__(
+        self,
+        wrapped: DistributedDataParallel,
+        channels: HookedChannels | None,
+        hook: Any,
+        mark: str,
+        value: Any,
+    ) -> None:
+        self._channels, self._hook, self._mark = channels, hook, mark
+        if channels is not None:
+            self._abandoning = retirement.when_collected(wrapped, channels.abandon)
+        setattr(wrapped, mark, value)
+        torch_private.copied_without_hook(wrapped, mark)
+        self.hook(wrapped)
+
+    def hook(self, wrapped: DistributedDataParallel) -> None:
+        """Go on with another reducer of ``wrapped``."""
+        if self._channels is not None:
+            wrapped.register_comm_hook(self._channels, self._hook)
+
+    def end(self, wrapped: DistributedDataParallel) -> None:
+        """Leave ``wrapped``, which has let go of its reducer, without them."""
+        delattr(wrapped, self._mark)
+        torch_private.copied_as_itself(wrapped)
+        if self._channels is not None and self._abandoning.detach():
+            self._channels.abandon()
+
+
 def _raise_failure(job: Job) -> None:
     job.done.wait()
     job.check()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
+from headway.scheduling.buckets import channel_of
 from headway.strategies.live.channels.communication import Channels, Job
 from headway.strategies.live.channels.streams import Streams, wait_on_host
 
@@ -54,7 +55,7 @@ class StreamChannels:
         self.last = job
         if self._host.failure is None:
             try:
-                self._give(job, job.bucket % self._active)
+                self._give(job, channel_of(job.bucket, self._active))
             except Exception as error:
                 self._fail(job, error)
             except BaseException as error:  # interrupted half-way: peers would wait for the rest

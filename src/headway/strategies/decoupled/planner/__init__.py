@@ -1,0 +1,1 @@
+"""The planner of decoupled schedules: ``search`` improves ``drafts``, which the ``surrogate`` predicts."""
