@@ -1,4 +1,4 @@
-"""``headway list``: what there is to choose from, by the names that options and plan files use."""
+"""``headway list``: list models, devices, clusters, strategies and so on by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _codecs() -> list[Row]:
 
 
 def _classes(group: str, classes: dict[str, type]) -> list[Row]:
-    """Classes by name, each with the first sentence of its docstring, and the package of those of other packages."""
+    """Rows for classes by name: the first sentence of the docstring, and the package if it is not Headway."""
     from headway.plugins import loaded_plugins
 
     packages = {plugin.name: plugin.package for plugin in loaded_plugins() if plugin.group == group}
@@ -109,13 +109,13 @@ def _plugins() -> list[Row]:
 
 
 KINDS: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
-    "models": ("layer tables, for headway predict MODEL", _models),
+    "models": ("models that ship, for headway predict MODEL", _models),
     "devices": ("for headway predict --device", _devices),
     "clusters": ("cluster files that ship, for --cluster", _clusters),
     "strategies": ("for --strategy and parallel: in plan files", _strategies),
-    "passes": ("changes of computation, for passes: in plan files", _passes),
+    "passes": ("changes to the computation, for passes: in plan files", _passes),
     "codecs": ("how gradients are compressed, for wire: in plan files", _codecs),
-    "plugins": ("what installed packages add, and why it is left out", _plugins),
+    "plugins": ("plug-ins of installed packages, and why any is not used", _plugins),
 }
 
 
@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
 @click.argument("kind", type=click.Choice(list(KINDS)))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_(kind: str, as_json: bool) -> None:
-    """List what there is of a KIND, by the names that options and plan files use."""
+    """List everything of a KIND, by the names that options and plan files use."""
     from rich.table import Table
 
     rows = list(KINDS[kind][1]())
