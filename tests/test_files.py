@@ -171,7 +171,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) 
             each.mkdir()
             (each / "secret").touch()
         for each in (abandoned, other):
-            (each / files.HELD).touch()
+            (each / files.LOCK_FILE).touch()
         (tmp_path / "headway-x-link").symlink_to(other)
         with files.temporary_folder("headway-x-", tmp_path) as second:
             assert held.exists()

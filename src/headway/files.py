@@ -26,7 +26,7 @@ MAX_YAML_BYTES = 8 * 2**20
 MAX_YAML_VALUES = 2_000_000  # in a document, with aliases expanded
 MAX_NUMBER_CHARACTERS = 100
 REMOVALS = 20
-HELD = ".held"  # a file in a temporary folder, locked by the process that made it
+LOCK_FILE = ".held"  # a file in a temporary folder, locked by the process that made it
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -160,10 +160,10 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     _remove_abandoned(prefix, parent)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
-        with (folder / f"{HELD}.new").open("wb") as held:
+        with (folder / f"{LOCK_FILE}.new").open("wb") as held:
             with suppress(OSError):  # without file locks, abandoned folders are not removed
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                Path(held.name).replace(folder / HELD)
+                Path(held.name).replace(folder / LOCK_FILE)
             yield folder
     finally:
         remove_folder(folder)
@@ -178,7 +178,7 @@ def _remove_abandoned(prefix: str, parent: Path) -> None:
             with suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     continue
-                handle = os.open(Path(entry.path, HELD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                handle = os.open(Path(entry.path, LOCK_FILE), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     remove_folder(Path(entry.path))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-NS_A_S = 1e9
+NS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,6 @@ class Incidents:
             sentences.append(
                 f"{self.slow_share:.3g} of iterations by chance {self.slow_factor:g} times as long"
             )
-        sentences += [f"rank {rank} dies after {time_ns / NS_A_S:g} s" for time_ns, rank in self.deaths]
-        sentences += [f"rank {rank} joins after {time_ns / NS_A_S:g} s" for time_ns, rank in self.joins]
+        sentences += [f"rank {rank} dies after {time_ns / NS_PER_S:g} s" for time_ns, rank in self.deaths]
+        sentences += [f"rank {rank} joins after {time_ns / NS_PER_S:g} s" for time_ns, rank in self.joins]
         return sentences

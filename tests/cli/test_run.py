@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cli.run import _Story, steps_in_words
+from headway.cli.run import _RunReporter, steps_in_words
 from headway.cluster import Cluster, Host
 from headway.integrations.launch import CommandOutcome
 from headway.integrations.reports import Report
@@ -72,7 +72,7 @@ def test_a_plan_without_a_prediction_or_of_other_machines() -> None:
 def test_one_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     other = changed(rank=1)
     began = changed(steps=0, timed_steps=0)
-    story = _Story(plan(), quiet=False)
+    story = _RunReporter(plan(), quiet=False)
     story.look([changed(applied=False), other])
     assert capsys.readouterr().err == ""
     story.look([began, other])
@@ -87,9 +87,9 @@ def test_one_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture[
 
 
 def test_what_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = _Story(plan(), quiet=True)
+    quiet = _RunReporter(plan(), quiet=True)
     quiet.look([RANK_0])
     quiet.end(CommandOutcome(0, 0, (RANK_0,)))
-    elsewhere = _Story(plan(), quiet=False)  # rank 0 is another launcher's
+    elsewhere = _RunReporter(plan(), quiet=False)  # rank 0 is another launcher's
     elsewhere.end(CommandOutcome(0, 0, (changed(rank=1),)))
     assert capsys.readouterr().err == ""

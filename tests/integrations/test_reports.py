@@ -46,7 +46,7 @@ def test_a_launcher_within_another_leaves_both_informed(
     outer, inner = tmp_path / "outer", tmp_path / "inner"
     outer.mkdir()
     inner.mkdir()
-    monkeypatch.setenv(REPORTS_VARIABLE, reports.heard_by({REPORTS_VARIABLE: str(outer)}, inner))
+    monkeypatch.setenv(REPORTS_VARIABLE, reports.reports_value({REPORTS_VARIABLE: str(outer)}, inner))
     monkeypatch.setattr(reports, "_report", {})
     assert reports.update(rank=0, applied=True)
     assert [report.applied for report in (*read_reports(outer), *read_reports(inner))] == [True, True]
@@ -85,7 +85,7 @@ def test_what_a_rank_has_started_is_left_alone_and_says_so_once(
     told: list[bool] = []
     done: set[int] = set()
     for _ in range(2):
-        activate._put_in_place(done, lambda: told.append(True))
+        activate._activate(done, lambda: told.append(True))
     assert told
     assert not reports.update(refused="an error of its own")
     assert list(tmp_path.iterdir()) == []
@@ -97,4 +97,4 @@ def test_what_a_rank_has_started_is_left_alone_and_says_so_once(
 
 def test_a_rank_is_not_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(reports.RANK_VARIABLE, str(os.getpid()))
-    assert not reports.is_below_a_rank()
+    assert not reports.is_started_by_rank()

@@ -20,10 +20,10 @@ Row = dict[str, str]
 def _models() -> list[Row]:
     from headway.models.catalogue import MODELS
 
-    return [{"name": name, "what": _of_table(make())} for name, make in MODELS.items()]
+    return [{"name": name, "what": _describe_model(make())} for name, make in MODELS.items()]
 
 
-def _of_table(table: LayerTable) -> str:
+def _describe_model(table: LayerTable) -> str:
     layers = f"{len(table.layers)} layers with parameters"
     return f"{table.spec.size_bytes / 4e6:.1f} million parameters, {layers}; batch: {table.batch}"
 
@@ -42,10 +42,10 @@ def _devices() -> list[Row]:
 def _clusters() -> list[Row]:
     from headway.prediction.clusters import cluster_named, shipped
 
-    return [{"name": name, "what": _of_cluster(cluster_named(name))} for name in shipped()]
+    return [{"name": name, "what": _describe_cluster(cluster_named(name))} for name in shipped()]
 
 
-def _of_cluster(cluster: Cluster) -> str:
+def _describe_cluster(cluster: Cluster) -> str:
     from headway.units import counted, format_rate
 
     workers = sum(host.workers for host in cluster.hosts)

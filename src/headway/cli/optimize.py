@@ -107,7 +107,7 @@ class Answer:
                 "Record again while nothing else runs on the machine, or let short runs decide. Until then, keep what "
                 "you have."
             )
-        yield self._beside_what_there_is()
+        yield self._comparison_with_recorded()
         if best.changes_training:
             yield f"This plan changes what is trained: {best.changes_training}."
         if not best.is_runnable:
@@ -123,7 +123,7 @@ class Answer:
                 "changes less or needs less memory."
             )
 
-    def _beside_what_there_is(self) -> str:
+    def _comparison_with_recorded(self) -> str:
         result = self.result
         recorded = result.recorded
         there = f"{recorded.short_name}, " if recorded is not None else ""

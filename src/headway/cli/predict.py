@@ -166,7 +166,7 @@ def predict(
     best = best_of(largest, allow)
     overtakings = crossovers(predictions)
     close = {
-        workers: _as_fast(
+        workers: _fastest_within_errors(
             [prediction for prediction in predictions if prediction.workers == workers], workload
         )
         for workers in world_sizes
@@ -240,7 +240,7 @@ def _print_steps(
         f"{counted(best.workers, 'worker')} of {counted(best.samples, 'sample')} each with {how}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of their throughput without communication."
     )
-    sentences = [answer, *remarks, *_of_other_training(best, largest, allow)]
+    sentences = [answer, *remarks, *_training_change_notes(best, largest, allow)]
     if slower and any(
         prediction in close[best.workers] for prediction in slower if best in close[best.workers]
     ):
@@ -320,7 +320,7 @@ def _duration(time_us: float) -> str:
     return f"{time_us / 1e3:.4g} ms" if time_us >= 1000 else f"{time_us:.4g} us"
 
 
-def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple[str, ...]) -> list[str]:
+def _training_change_notes(best: Prediction, largest: list[Prediction], allow: tuple[str, ...]) -> list[str]:
     """Warnings about strategies that change what is trained: the best one, or faster ones not recommended."""
     if best.recommended(allow):
         sentences = [f"It changes what is trained: {best.changes_training}."] if best.changes_training else []
@@ -336,7 +336,7 @@ def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple
     ]
 
 
-def _as_fast(predictions: list[Prediction], workload: Workload) -> list[Prediction]:
+def _fastest_within_errors(predictions: list[Prediction], workload: Workload) -> list[Prediction]:
     """The fastest of ``predictions`` for one world size, and those that are as fast within their errors."""
     from headway.prediction.scaling import indistinct
 

@@ -109,15 +109,15 @@ def record(
                 "detail": detail,
             }
         )
-        silence = _Silence()
+        warning = _NothingRecordedWarning()
         ended = run_command(
-            command, injected_environment(os.environ, record=options), staging / REPORTS, silence.look,
+            command, injected_environment(os.environ, record=options), staging / REPORTS, warning.look,
             output=sys.stderr.buffer if as_json else None,
         )  # fmt: skip
         written = _finish(staging, output, ended, command)
     if written:
         if ended.interrupted_by and not no_measuring:
-            _say_what_is_missing(output)
+            _print_interrupted(output)
         _announce(output, as_json)
     if ended.interrupted_by or not written:
         ctx.exit(ended.exit_status)
@@ -144,14 +144,14 @@ def _staging(output: Path) -> Iterator[Path]:
         yield staging
 
 
-class _Silence:
+class _NothingRecordedWarning:
     """Warns once, while the command runs, that nothing is being recorded, and why."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._printed = False
 
     def look(self, reports: tuple[Report, ...]) -> None:
-        if self._said or any(report.rank >= 0 for report in reports):
+        if self._printed or any(report.rank >= 0 for report in reports):
             return
         why = next((f"{report.blind}; install it there" for report in reports if report.blind), "") or next(
             (
@@ -163,7 +163,7 @@ class _Silence:
             "",
         )
         if why:
-            self._said = True
+            self._printed = True
             print(f"headway: nothing is being recorded: {why}", file=sys.stderr, flush=True)
 
 
@@ -230,7 +230,7 @@ def _ranks(trace: Trace) -> str:
     )
 
 
-def _say_what_is_missing(output: Path) -> None:
+def _print_interrupted(output: Path) -> None:
     """Say how much an interrupted recording contains, unless it is complete."""
     from headway.trace.folder import CLUSTER, load_trace
 

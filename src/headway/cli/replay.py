@@ -195,7 +195,7 @@ def replay(
     # As in the first line: the replay is corrected by its error on the recorded steps.
     console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if is_changed else 1.0))
     output.print_order(console, graph.schedule)
-    for line in _of_folding(graph.ranks, graph.world_size, result.step_ms, unfolded_ms):
+    for line in _folding_lines(graph.ranks, graph.world_size, result.step_ms, unfolded_ms):
         console.print(line)
     console.print(
         f"Links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
@@ -203,7 +203,7 @@ def replay(
     )
 
 
-def _of_folding(simulated: int, ranks: int, step_ms: float, unfolded_ms: float | None) -> Iterator[str]:
+def _folding_lines(simulated: int, ranks: int, step_ms: float, unfolded_ms: float | None) -> Iterator[str]:
     """Say which ranks represent others, and how the step differs without folding if that was simulated."""
     if simulated < ranks:
         repeats = "rank repeats" if ranks == simulated + 1 else f"{ranks - simulated} ranks repeat"

@@ -63,14 +63,14 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
     if adapt:
         plan = _adapting(plan)
     _check_world_size(plan, command)
-    noted = {} if decisions is None else _noted(plan, decisions, command)
-    story = _Story(plan, quiet=quiet)
+    noted = {} if decisions is None else _decisions_environment(plan, decisions, command)
+    reporter = _RunReporter(plan, quiet=quiet)
     # Processes on other hosts see the plan's folder and not this host's temporary one.
     folder = plan_path.absolute().parent if spreads(command) else None
     if folder is not None and not os.access(folder, os.W_OK):
         folder = None
     with (
-        _kept_with(plan, command) as served,
+        _launch_services(plan, command) as served,
         files.temporary_folder(".headway-run-", folder) as kept,
     ):
         reports, followed = kept / "reports", plan_path.absolute()
@@ -79,14 +79,14 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
             followed = kept / "plan.yaml"
             plan.save(followed)
         environment = {**injected_environment(os.environ, plan=str(followed)), **noted, **served}
-        ended = run_command(command, {**environment, **story.environment}, reports, story.look)
+        ended = run_command(command, {**environment, **reporter.environment}, reports, reporter.look)
     if ended.exit_status == 0:
         _check_applied(ended)
-    story.end(ended)
+    reporter.end(ended)
     ctx.exit(ended.exit_status)
 
 
-class _Story:
+class _RunReporter:
     """Prints when rank 0 follows the plan and, at the end, its step times; silent if rank 0 is elsewhere."""
 
     def __init__(self, plan: Plan, *, quiet: bool) -> None:
@@ -169,7 +169,7 @@ def _say(line: str) -> None:
     print(f"headway: {one_line(line, 500)}", file=sys.stderr, flush=True)
 
 
-def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:
+def _launch_services(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:
     """Run what the strategy needs next to the command; nothing if ranks are on other hosts too."""
     from headway.strategies.registry import plugin_of
 
@@ -201,7 +201,7 @@ def _adapting(plan: Plan) -> Plan:
     return plan.model_copy(update={"parallel": {dimension: changed}})
 
 
-def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str]:
+def _decisions_environment(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str]:
     """The variable that makes rank 0 write its decisions to ``decisions``, also after restarts.
 
     If all ranks are on this host, earlier contents of the file are removed.

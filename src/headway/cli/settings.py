@@ -61,10 +61,10 @@ def settings(
     if output is not None:
         files.check_absent(output)
     plan = Plan.load(plan_path)
-    options = _of_collectives(tool, as_replayed, channels, append)
+    options = _collective_options(tool, as_replayed, channels, append)
     tool_settings = settings_for(tool, _request(plan, trace_path, options))
     if tool == "ddp" and plan.is_recorded:
-        tool_settings = _of_recorded(tool_settings, plan, keeps_files=output is not None)
+        tool_settings = _for_recorded_plan(tool_settings, plan, keeps_files=output is not None)
     if output is not None:
         _write(tool_settings, output)
     if as_json:
@@ -74,7 +74,7 @@ def settings(
     _say(tool_settings, output)
 
 
-def _of_recorded(tool_settings: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
+def _for_recorded_plan(tool_settings: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
     """DDP's settings for the recorded plan: nothing to change, unless headway run applied it while recording."""
     from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
@@ -86,7 +86,7 @@ def _of_recorded(tool_settings: Settings, plan: Plan, *, keeps_files: bool) -> S
     return replace(tool_settings, use=use)
 
 
-def _of_collectives(
+def _collective_options(
     tool: str, as_replayed: bool, channels: int | None, append: Path | None
 ) -> CollectiveOptions:
     """The options for collectives. Raises UserError if the tool has none, or no table to append to."""

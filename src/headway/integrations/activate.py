@@ -29,7 +29,7 @@ def on_torch_import(_torch: Any) -> None:
 
     if not dist.is_available():
         return
-    if reports.is_below_a_rank():
+    if reports.is_started_by_rank():
         _call_when_a_rank(functools.partial(_leave_alone, set()))
         return
     from headway import torch_private
@@ -40,17 +40,17 @@ def on_torch_import(_torch: Any) -> None:
     _end_cleanly_on_own_errors()
     torch_private.let_gloo_finish_in_time()
     forget = _notice_training_alone()
-    _call_when_a_rank(functools.partial(_put_in_place, set(), forget))
+    _call_when_a_rank(functools.partial(_activate, set(), forget))
 
 
-def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
+def _activate(done: set[int], not_alone: Callable[[], None]) -> None:
     """Make this process, which has just become a rank, record or follow the plan; once per process."""
     import torch.distributed as dist
 
     if os.getpid() in done:
         return
     not_alone()
-    if reports.is_below_a_rank():  # forked by one
+    if reports.is_started_by_rank():  # forked by one
         _leave_alone(done)
         return
     done.add(os.getpid())

@@ -21,8 +21,8 @@ from headway.integrations.reports import (
     REPORTS_VARIABLE,
     Report,
     first_refusal,
-    heard_by,
     read_reports,
+    reports_value,
 )
 from headway.plugins import RANK_VARIABLES
 
@@ -86,7 +86,7 @@ TIME_VARIABLE = "HEADWAY_TIME"
 POLL_S = 0.5
 SENT_TO_ALL_WITHIN_S = 2.0  # within which some process ends if a signal was sent to all of them
 INSIST_AFTER_S = 12.0
-LAST_WORDS_S = 20.0  # for ranks of a command that has ended to write their recordings
+RECORDINGS_WITHIN_S = 20.0  # for ranks of a command that has ended to write their recordings
 END_AFTER_REFUSAL_S = 30.0  # for a command to end by itself where a rank refused
 LEFT_BEHIND_S = 60.0  # for the remaining ranks to leave after the first
 KILL_AFTER_S = 35.0  # torchrun takes 30 s to end workers that do not want to
@@ -154,7 +154,7 @@ def run_command(
     Raises LaunchError if the command cannot be started, or with the first error that a rank reported.
     """
     try:
-        variables = {REPORTS_VARIABLE: heard_by(environment, reports)}
+        variables = {REPORTS_VARIABLE: reports_value(environment, reports)}
         process = subprocess.Popen(
             command,
             env={**environment, **variables},
@@ -237,7 +237,7 @@ class _Running:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(POLL_S)
-                self._wait_for_last_words()
+                self._wait_for_recordings()
                 return status
             self._look()
             self._hand_on()
@@ -273,9 +273,9 @@ class _Running:
         elif done:
             self._end_at_s = min(self._end_at_s, time.monotonic() + LEFT_BEHIND_S)
 
-    def _wait_for_last_words(self) -> None:
+    def _wait_for_recordings(self) -> None:
         """Wait for recordings: ranks may outlive their launcher, as under torchrun after two signals."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + RECORDINGS_WITHIN_S
         while time.monotonic() < deadline:
             self._look()
             here = socket.gethostname()

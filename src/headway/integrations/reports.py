@@ -65,7 +65,7 @@ class Report:
 _report: dict[str, Any] = {}
 
 
-def is_below_a_rank() -> bool:
+def is_started_by_rank() -> bool:
     """Whether a rank has started this process, so that its process groups are not the job's."""
     return os.environ.get(RANK_VARIABLE, "") not in ("", str(os.getpid()))
 
@@ -75,7 +75,7 @@ def update(**news: Any) -> bool:
 
     Processes started by a rank report nothing.
     """
-    if is_below_a_rank():
+    if is_started_by_rank():
         return False
     if _report.get("pid") != os.getpid():  # a forked child is a process of its own
         _report.clear()
@@ -107,7 +107,7 @@ def _paths() -> list[Path]:
     return [Path(folder) / f"{PREFIX}{_report['pid']}-{_report['name']}.json" for folder in folders if folder]
 
 
-def heard_by(environment: Mapping[str, str], folder: Path) -> str:
+def reports_value(environment: Mapping[str, str], folder: Path) -> str:
     """The value of ``REPORTS_VARIABLE`` with which a command started in ``environment`` reports to ``folder``, too."""
     outer = environment.get(REPORTS_VARIABLE, "")
     return f"{folder}{os.pathsep}{outer}" if outer else str(folder)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from headway.errors import LabError, LaunchError, how_to_install
 from headway.lab import slow
-from headway.lab.session import Attempt, Job, OnLine, RefusedError, Session, printer
+from headway.lab.session import Attempt, LabJob, OnLine, RefusedError, Session, printer
 from headway.lab.spec import LabSpec
 
 Mode = Literal["auto", "root", "user", "loopback"]
@@ -64,7 +64,7 @@ def run(
     executable = _find(command, env)
     lab_id = _new_id()
     quotas, why_no_quotas = slow.choose(spec, lab_id)
-    job = Job(
+    job = LabJob(
         id=lab_id,
         spec=spec,
         command=tuple(command),
@@ -85,7 +85,7 @@ def best_mode() -> str:
 
     Raises LabError if pyroute2 is missing.
     """
-    job = Job(
+    job = LabJob(
         id=_new_id(),
         spec=LabSpec(hosts=1, rate="1gbit"),
         command=("true",),
@@ -141,7 +141,7 @@ def _has_capabilities() -> bool:
 
 
 @contextmanager
-def _opened(job: Job, mode: Mode, notice: Callable[[str], None]) -> Iterator[Session]:
+def _opened(job: LabJob, mode: Mode, notice: Callable[[str], None]) -> Iterator[Session]:
     """Open the best permitted lab and print its mode; always close it."""
     if sys.platform != "linux":
         raise LabError("the lab needs Linux", got=sys.platform)

@@ -142,7 +142,7 @@ _ENDED = "the lab's process ended before its ranks; check whether it was killed 
 
 
 @dataclass(frozen=True)
-class Job:
+class LabJob:
     """A lab and the command to run in it; ``executable`` is the path of ``command[0]``.
 
     ``quotas`` are the control groups to make for the ranks, if any.
@@ -175,7 +175,7 @@ class RefusedError(Exception):
 class Session:
     """A lab with its network, before and while its ranks run."""
 
-    job: Job
+    job: LabJob
     attempt: Attempt
     orchestrator: subprocess.Popen[bytes]
     control: socket.socket
@@ -183,7 +183,7 @@ class Session:
 
     @classmethod
     @contextmanager
-    def opened(cls, job: Job, attempt: Attempt) -> Iterator[Session]:
+    def opened(cls, job: LabJob, attempt: Attempt) -> Iterator[Session]:
         """Start the orchestrator, which builds the network. Raises RefusedError if something is not permitted."""
         ours, theirs = socket.socketpair()
         outputs: dict[int, tuple[int, Stream]] = {}
@@ -317,7 +317,9 @@ class Session:
         return status
 
 
-def _start_orchestrator(job: Job, attempt: Attempt, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def _start_orchestrator(
+    job: LabJob, attempt: Attempt, descriptors: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
     source = Path(isolation.__file__)
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source.parents[2]), env.get("PYTHONPATH"))))
