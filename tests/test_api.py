@@ -70,7 +70,7 @@ def test_predict() -> None:
 
 
 def test_refusals(recorded: Path) -> None:
-    with pytest.raises(headway.UserError, match="no such strategy; got 'telepathy'"):
+    with pytest.raises(headway.UserError, match="unknown strategy; got 'telepathy'"):
         headway.strategy("telepathy")
     with pytest.raises(headway.UserError, match="unknown key caps"):
         headway.strategy("ddp", caps=3)

@@ -61,7 +61,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("precious")
-    with pytest.raises(TraceError, match="exists already"), files.folder_written_whole(tmp_path, TraceError):
+    with pytest.raises(TraceError, match="already exists"), files.folder_written_whole(tmp_path, TraceError):
         pass
 
 
@@ -171,7 +171,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) 
             each.mkdir()
             (each / "secret").touch()
         for each in (abandoned, other):
-            (each / files.HELD).touch()
+            (each / files.LOCK_FILE).touch()
         (tmp_path / "headway-x-link").symlink_to(other)
         with files.temporary_folder("headway-x-", tmp_path) as second:
             assert held.exists()

@@ -62,7 +62,7 @@ def plan_of(strategy: str, folder: Path) -> Path:
         ("steep = raises:PLUGIN", "ZeroDivisionError"),
         ("steep = leaves:PLUGIN", "SystemExit"),
         ("steep = plain:PLUGIN", "is int, expected a StrategyPlugin"),
-        ("ddp = plain:PLUGIN", "Headway has one of that name itself"),
+        ("ddp = plain:PLUGIN", "Headway itself has one of that name"),
         ("steep", "entry points cannot be listed"),
     ],
 )
@@ -100,7 +100,7 @@ def test_every_group_and_one_warning_for_a_package(
 
 def test_what_needs_a_broken_plugin_is_refused_with_the_reason(install: Install, tmp_path: Path) -> None:
     install("stranger", "[headway.strategies]\nsteep = gone:X\n[headway.passes]\nflat = gone:X\n")
-    with pytest.raises(PlanError, match=r"steep.*stranger 1.0.*gone.*Mend or uninstall"):
+    with pytest.raises(PlanError, match=r"steep.*stranger 1.0.*gone.*Fix or uninstall"):
         Plan.load(plan_of("steep", tmp_path))
     with pytest.raises(PluginError, match=r"steep.*stranger 1.0.*gone"):
         registry.check_usable("steep")

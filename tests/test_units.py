@@ -102,8 +102,8 @@ def test_options_keep_lists_together() -> None:
         ("x", "has no value"),
         ("caps=1,25", r"Write several values as a list: caps=\[1,25\]"),
         ("caps=[1,25", "] is missing at the end"),
-        ("caps=1,25]", "closed that was not opened"),
-        ("caps=[1,25}", "closed that was not opened"),
+        ("caps=1,25]", "unmatched closing bracket"),
+        ("caps=[1,25}", "unmatched closing bracket"),
         ("name='a", "' is missing"),
     ],
 )

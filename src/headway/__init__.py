@@ -9,9 +9,9 @@ import sys
 
 
 def _leave_out_the_current_folder() -> None:
-    """Have ``python -m headway...`` import nothing from the folder that it is called in, as ``headway`` does not.
+    """Keep ``python -m headway...`` from importing modules of the current folder, like the ``headway`` command.
 
-    Python puts that folder first on the path, and a module in it that is called ``random`` would run.
+    Python puts that folder first on the path, so a ``random.py`` in it would be run.
     """
     words = sys.orig_argv[1:] if sys.argv[:1] == ["-m"] else []
     for at, word in enumerate(words):
@@ -90,8 +90,7 @@ __all__ = [
     "strategy",
 ]
 
-# What takes time to import is imported when it is asked for: torch takes seconds, and the command line mostly does
-# without.
+# Imported on first use: torch takes seconds to import, and most commands do not need it.
 _LAZY = {
     "Cluster": "headway.cluster",
     "Diagnosis": "headway.diagnosis.diagnosis",

@@ -1,4 +1,4 @@
-"""The loop in code: what ``headway diagnose``, ``replay``, ``predict`` and ``optimize`` do, as functions of values."""
+"""The Python API: ``headway diagnose``, ``replay``, ``predict`` and ``optimize`` as functions."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class Replayed:
 
     ``step_ms`` is the expected step of the live job, within ``uncertainty_ms`` in nine of ten cases. The recorded job
     took ``recorded_ms``, which replay reproduces as ``reproduced_ms``. ``waiting_ms`` is the part of the replayed step
-    in which ranks do not compute. ``peak_bytes`` is the most memory that one rank holds, None if the trace names no
-    parameters. ``notes`` say what makes the answer less reliable. ``trace`` is the replay in the form of a recording,
-    which can be diagnosed like one.
+    in which ranks do not compute. ``peak_bytes`` is the peak memory of one rank, None if the trace names no parameters.
+    ``notes`` say what makes the answer less reliable. ``trace`` is the replay as a trace, which can be diagnosed.
     """
 
     step_ms: float
@@ -61,7 +60,7 @@ class Replayed:
 
     @property
     def is_reproduced(self) -> bool:
-        """Whether replay comes close enough to the recorded step for its answers to be believed (within 10 %)."""
+        """Whether replay reproduces the recorded step within 10 %; if not, do not rely on its answers."""
         return is_reproduced(self.reproduced_ms / self.recorded_ms - 1)
 
 
@@ -70,9 +69,9 @@ class Optimized:
     """The plan to use, and all candidates that were replayed, best first.
 
     The recorded command can run each of ``candidates`` as it is; ``for_other_scripts`` need a script that calls
-    ``headway.parallelize``. ``keeps_recorded`` says that ``plan`` is the one that was recorded: no other is faster by
-    more than its ±, or ``can_rank_plans`` is False, as replay does not reproduce the recorded step within 10 %. No
-    candidate has a step shorter than ``bound_ms``. ``note`` says what was left out and why.
+    ``headway.parallelize``. ``keeps_recorded``: ``plan`` is the recorded one, because no other is faster by more than
+    its ±, or because ``can_rank_plans`` is False: replay does not reproduce the recorded step within 10 %. ``bound_ms``
+    is a lower bound on the step of every candidate. ``note`` says what was left out and why.
     """
 
     plan: Plan
@@ -85,14 +84,14 @@ class Optimized:
 
 
 def diagnose(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis:
-    """Say where the time of the steps of ``trace`` went, and what is to blame.
+    """Explain where the time of the steps in ``trace`` went, and what is to blame.
 
-    The diagnosis has a ``verdict`` of one sentence, ``findings`` with a cost each, and a ``breakdown`` that adds up to
-    the step. It says what happened; ``replay`` and ``optimize`` say what another plan or cluster would give.
-    ``cluster`` has the rates of the links, if they were measured separately from the job.
+    The diagnosis has a one-sentence ``verdict``, ``findings`` with the cost of each, and a ``breakdown`` that adds up
+    to the step. It explains what happened; ``replay`` and ``optimize`` predict other plans and clusters. ``cluster``
+    has the rates of the links, if they were measured separately from the job.
 
-    Raises TraceError for a trace that cannot be read or whose ranks share no step, ClusterError for a cluster that does
-    not fit the trace.
+    Raises TraceError for a trace that cannot be read or in which ranks share no step, and ClusterError for a cluster
+    that does not fit the trace.
     """
     return diagnose_trace(_loaded(trace), cluster)
 
@@ -107,8 +106,8 @@ def replay(
     """Simulate the recorded steps: as they were, or under a ``plan`` and with changes (``what_if``).
 
     ``what_if`` are changes as on the command line: "bandwidth=2x", "workers=16", "compute:3=2x" (see docs/replay.md).
-    Links are those that the job measured itself, or fitted from the trace, unless ``cluster`` is given. The further
-    an answer is from the recording (another strategy, cores shared by more ranks), the larger its uncertainty.
+    Without ``cluster``, links are those measured by the job, or fitted from the trace. The more the answer differs from
+    the recording (another strategy, cores shared by more ranks), the larger its uncertainty.
 
     Raises TraceError for a trace that cannot be replayed, PlanError for a plan for another model, UnsupportedError for
     a strategy that the recorded job does not permit, UserError for a what-if that cannot be read.
@@ -117,10 +116,10 @@ def replay(
     replayer = Replayer(loaded, cluster)
     if isinstance(plan, Plan):
         replayer.check(plan)
-    asked, passes, mesh = (
+    chosen, passes, mesh = (
         (plan.strategy, plan.passes, plan.mesh) if isinstance(plan, Plan) else (plan, (), None)
     )
-    played = replayer.replay(asked, WhatIf.parse(what_if), passes=passes, mesh=mesh)
+    played = replayer.replay(chosen, WhatIf.parse(what_if), passes=passes, mesh=mesh)
     expected = replayer.expect(played)
     return Replayed(
         step_ms=expected.step_ms,
@@ -145,36 +144,35 @@ def optimize(
     allow: Collection[str] = (),
     budget_s: float | None = None,
 ) -> Optimized:
-    """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
+    """Search for the fastest plan for the recorded job by replaying every candidate.
 
-    The answer is the recorded plan, unless another that the recorded command can run is faster by more than ±. Plans
-    that change what is trained are proposed only where ``allow`` has what they need, "asynchronous", "local-steps",
+    The result is the recorded plan, unless another that the recorded command can run is faster by more than ±. Plans
+    that change what is trained are proposed only if ``allow`` permits them: "asynchronous", "local-steps",
     "precision", "randomness" or a permission that an installed package declares; ``plan.changes_training`` says what.
-    ``others`` are recordings of the same pipeline with other numbers of micro-batches: these, and those between
-    them, are tried too. With ``strategy``, the best plan of the strategy of this name is returned; with "stages"
-    the best of stages that the script does not have, for ``headway.parallelize``. With ``memory_limit_bytes``,
-    plans under which a rank would need more memory are left out. With ``follow_network``, the plan changes with the
-    network while the job trains: of a pipeline, the size of its groups.
-    Takes seconds to minutes; no longer than ``budget_s``, where given: then the best of what was looked at is returned.
+    ``others`` are recordings of the same pipeline with other numbers of micro-batches: these numbers, and those between
+    them, are tried too. With ``strategy``, the best plan of that strategy is returned; "stages" is the best
+    pipeline split that is not in the script, for ``headway.parallelize``. With ``memory_limit_bytes``, plans that need
+    more memory per rank are left out. With ``follow_network``, the plan adapts to the network during training (only
+    for pipelines). Takes seconds to minutes; with ``budget_s``, the best plan found in that time is returned.
 
     Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found, none
     within the limit, or none that can follow a network, and for ``others`` of another job.
     """
     check_strategy(strategy)
     replayer = Replayer(_loaded(trace), cluster)
-    more = others_of(replayer, [_loaded(each) for each in others])
-    found = search(
+    more = others_of(replayer, [_loaded(recording) for recording in others])
+    result = search(
         replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow, budget_s=budget_s
     )
-    best = following(found, strategy) if follow_network else found.best(strategy)
+    best = following(result, strategy) if follow_network else result.best(strategy)
     return Optimized(
         plan_of(best, replayer),
-        found.candidates,
-        found.bound_ms,
-        found.note,
-        found.for_other_scripts,
+        result.candidates,
+        result.bound_ms,
+        result.note,
+        result.for_other_scripts,
         keeps_recorded=not best.changed,
-        can_rank_plans=found.can_rank,
+        can_rank_plans=result.can_rank,
     )
 
 
@@ -190,40 +188,40 @@ def predict(
     batch: int | None = None,
     global_batch: int | None = None,
 ) -> list[Prediction]:
-    """Predict the step of a model on a cluster, neither of which need exist yet, for each strategy and world size.
+    """Predict the step of a model on a cluster, for each strategy and world size; neither needs to exist.
 
     ``model`` is one that ships ("resnet50"), a YAML file of layers or "package.module:function". ``cluster`` is a
     value, a file, or the name of one that ships. ``workers`` are the world sizes, by default the cluster's. ``device``
-    is what computes, by name, or "here" to time this machine's, ``precision`` is fp32, tf32, bf16 or fp16. ``batch`` is
-    the samples of each worker, ``global_batch`` those of all together. Computation is modelled, or timed without
-    communication, so answers are rougher than those of ``replay``: their ``uncertainty_ms`` is not calibrated.
+    is the name of the compute device, or "here" to time this machine; ``precision`` is fp32, tf32, bf16 or fp16.
+    ``batch`` is the samples per worker, ``global_batch`` those of all workers. Computation is modelled, or timed
+    without communication, so answers are rougher than those of ``replay``: ``uncertainty_ms`` is not calibrated.
 
-    Raises UserError for an unknown model, device, precision or optimizer, and a batch that workers cannot share out;
+    Raises UserError for an unknown model, device, precision or optimizer, and a batch that the workers cannot divide;
     ClusterError for an unknown cluster, PlanError if a strategy does not fit the model.
     """
-    known = cluster_named(cluster) if isinstance(cluster, str) else cluster
-    batches = {count: batch_of(count, batch, global_batch) for count in workers or (known.world_size,)}
+    resolved = cluster_named(cluster) if isinstance(cluster, str) else cluster
+    batches = {count: batch_of(count, batch, global_batch) for count in workers or (resolved.world_size,)}
     workloads = workloads_named(model, device, optimizer, batches.values(), precision)
     sized = {count: workloads[samples] for count, samples in batches.items()}
     workload = next(iter(sized.values()))
     chosen = strategies or strategies_named((), workload).values()
-    named = {each.describe(): each for each in chosen}
-    return scaling(workload, known, named, tuple(sized), all_needed=bool(strategies), sized=sized)
+    named = {candidate.describe(): candidate for candidate in chosen}
+    return scaling(workload, resolved, named, tuple(sized), all_needed=bool(strategies), sized=sized)
 
 
 def strategy(name: str, **options: Any) -> Strategy:
-    """The strategy ``name`` with ``options``, which are those of plan files.
+    """Make the strategy ``name`` with ``options``, as in plan files.
 
     "ddp" overlaps one all-reduce per bucket with backward. "decoupled" hides half of the communication under the next
     forward, which pays off if communication is longer than backward, and costs some work on each rank's cores.
-    "parameter_server" moves as many bytes in fewer, larger bursts. "mesh" has two of them, ``pipeline=`` the order of
-    pipelines side by side and ``data=`` what averages gradients among them. Other packages may add strategies.
+    "parameter_server" moves as many bytes in fewer, larger bursts. "mesh" combines two strategies for replicated
+    pipelines: ``pipeline=`` orders micro-batches, ``data=`` averages gradients. Other packages may add strategies.
 
     Raises UserError for an unknown name or option.
     """
     registry.check_usable(name)
     if name not in (*registry.names(), *registry.COMPOSED):
-        raise UserError("there is no such strategy", got=repr(name), expected=" or ".join(registry.names()))
+        raise UserError("unknown strategy", got=repr(name), expected=" or ".join(registry.names()))
     today, options = registry.of_today(name, options)
     return files.validate(options, registry.policy_named(today), UserError, f"strategy {name}")
 

@@ -1,4 +1,4 @@
-"""Types of numpy arrays, by what they hold."""
+"""Type aliases for numpy arrays, by element type."""
 
 from __future__ import annotations
 

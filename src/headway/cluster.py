@@ -1,4 +1,4 @@
-"""Cluster: the hosts of a job, their workers and their links, measured or written by hand.
+"""Cluster: a job's hosts, workers and links, measured or written by hand.
 
 A link's cost is the alpha-beta model: a message of ``n`` bytes takes ``latency + n / rate``. Every host
 has one link with two directions (``up`` and ``down``) that all of its workers share; workers of one host
@@ -24,14 +24,12 @@ FORMAT: Literal[1] = 1
 MAX_WORLD_SIZE = 100_000
 
 # Costs besides those of collectives that a cluster may hold.
-DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
-BACKGROUND_UPDATE = (
-    "background_update"  # the same on a communication thread, which shares cores with training
-)
-EARLIER_BACKGROUND_UPDATE = "update_beside"  # as cluster files of earlier versions call it
-STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
-# What the decoupled runtime costs the main thread on top of stock DDP: each parameter in a forward, a backward and a
-# step, and copying one MiB of parameters out of buckets.
+DEFERRED_UPDATE = "deferred_update"  # the fixed cost of an optimizer step, paid once per bucket
+BACKGROUND_UPDATE = "background_update"  # the same on a communication thread that shares cores with training
+EARLIER_BACKGROUND_UPDATE = "update_beside"  # its name in cluster files of earlier versions
+STEP_CALL = "step_call"  # the cost of optimizer.step() to its caller if the update happens elsewhere
+# Costs of the decoupled runtime on the main thread beyond stock DDP: per parameter in a forward, a backward and a step,
+# and for copying one MiB of parameters out of buckets.
 RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP = "runtime_forward", "runtime_backward", "runtime_step"
 COPY_MIB = "copy_mib"
 RUNTIME_COSTS = (RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP, COPY_MIB)
@@ -64,7 +62,7 @@ class Host(BaseModel):
 
 
 class ServerHost(BaseModel):
-    """A machine without workers, for servers of ``parameter_server``, and the goodput of its link."""
+    """A machine without workers, for parameter servers, and the goodput of its link in each direction."""
 
     model_config = _FROZEN
 
@@ -79,7 +77,7 @@ class ServerHost(BaseModel):
 
 
 class SlowPath(BaseModel):
-    """What is between two hosts, in one direction, where it is slower or longer than their links are."""
+    """A path between two hosts, in one direction, that is slower or has more latency than their links."""
 
     model_config = _FROZEN
 
@@ -90,10 +88,10 @@ class SlowPath(BaseModel):
     """The name of the host that receives."""
 
     gbps: Rate | None = None
-    """The goodput of each connection at most, in Gbit/s; without it, what the links of both hosts carry."""
+    """The maximum goodput of each connection, in Gbit/s; by default, what the links of both hosts carry."""
 
     latency_us: Latency | None = None
-    """The latency of this way; without it, the cluster's."""
+    """The latency of this path; by default, the cluster's."""
 
     @model_validator(mode="after")
     def _differs(self) -> SlowPath:
@@ -104,7 +102,7 @@ class SlowPath(BaseModel):
         return self
 
     def scaled(self, bandwidth: float, latency: float) -> SlowPath:
-        """The same with its rate and its latency multiplied."""
+        """The path with its rate and latency multiplied."""
         return self.model_copy(
             update={
                 "gbps": None if self.gbps is None else self.gbps * bandwidth,
@@ -114,27 +112,27 @@ class SlowPath(BaseModel):
 
 
 class Traffic(BaseModel):
-    """What others send over the same links."""
+    """Traffic of other jobs over the same links."""
 
     model_config = _FROZEN
 
     source: str
-    """The name of the host that it comes from."""
+    """The name of the host that sends."""
 
     target: str
-    """The name of the host that it goes to."""
+    """The name of the host that receives."""
 
     gbps: Rate
-    """Its goodput at most, in Gbit/s."""
+    """Its maximum goodput, in Gbit/s."""
 
     start_ms: Moment = 0.0
-    """When it begins, counted from the beginning of the replay."""
+    """When it starts, counted from the start of the replay."""
 
     end_ms: Moment | None = None
-    """When it ends; it lasts to the end of the replay where this is null."""
+    """When it ends; null means at the end of the replay."""
 
     connections: int = Field(default=4, ge=1, le=1000)
-    """The number of its connections. They share a link with the job's, so both always get a part of the rate."""
+    """The number of its connections, which share the rate of a link with the job's connections."""
 
     @model_validator(mode="after")
     def _goes_somewhere(self) -> Traffic:
@@ -161,43 +159,43 @@ class MessageCost(BaseModel):
 
 
 class AlgorithmCost(BaseModel):
-    """What one collective algorithm costs beyond the ideal of its messages."""
+    """The cost of a collective algorithm beyond the ideal cost of its messages."""
 
     model_config = _FROZEN
 
     overhead_us: Latency = 0.0
-    """The time that each collective takes in addition (launching, waking and joining its workers), by one collective of
-    a rank at a time."""
+    """The extra time of each collective (launching, waking and joining its workers); a rank spends it on one collective
+    at a time."""
 
     byte_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
-    """How many times the ideal its bytes take."""
+    """The time per byte, relative to the ideal."""
 
     message_us: Latency = 0.0
-    """The time that a message takes in addition to the latency of its link and its bytes, until it is added up and may
-    be passed on."""
+    """The extra time of a message beyond latency and bytes, until it is reduced and may be forwarded."""
 
     message_cpu_us: Latency = 0.0
-    """The part of ``message_us`` that is work of the receiver's cores, one message at a time."""
+    """The part of ``message_us`` that occupies the receiver's cores, one message at a time."""
 
     by_size: tuple[MessageCost, ...] = Field(default=(), max_length=100)
-    """The costs of messages where they were measured at several sizes, in the order of sizes (PLogP: Kielmann, Bal,
-    Verstoep, 2000)."""
+    """The costs of messages measured at several sizes, in ascending order of size (PLogP: Kielmann, Bal, Verstoep,
+    2000)."""
 
     fit_error: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
-    """By which share measurements deviate from these costs, or may deviate as they varied, averaged over time."""
+    """The relative error of these costs: how much measurements deviate from them, or may given their variation, averaged
+    over time."""
 
     @model_validator(mode="after")
     def _sizes_grow(self) -> AlgorithmCost:
-        sizes = [each.size_bytes for each in self.by_size]
+        sizes = [cost.size_bytes for cost in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
             raise ValueError("by_size is not in ascending order of size_bytes")
         return self
 
     def at(self, size_bytes: float) -> AlgorithmCost:
-        """The costs for messages of one size, interpolated by its logarithm; beyond the measured sizes the nearest."""
+        """The costs for messages of one size, interpolated in its logarithm; the nearest beyond measured sizes."""
         if not self.by_size:
             return self
-        place = bisect_right(self.by_size, size_bytes, key=lambda each: each.size_bytes)
+        place = bisect_right(self.by_size, size_bytes, key=lambda cost: cost.size_bytes)
         below, above = self.by_size[max(0, place - 1)], self.by_size[min(place, len(self.by_size) - 1)]
         share = 0.0
         if below is not above:
@@ -212,30 +210,30 @@ class AlgorithmCost(BaseModel):
         )
 
     def crowded(self, times: float) -> AlgorithmCost:
-        """The costs if ``times`` as many ranks share the cores, for which messages mostly wait."""
+        """The costs if ``times`` as many ranks share the cores, on which messages mostly wait."""
         return self.model_copy(
             update={
                 "message_us": self.message_us * times,
                 "by_size": tuple(
-                    each.model_copy(update={"message_us": each.message_us * times}) for each in self.by_size
+                    cost.model_copy(update={"message_us": cost.message_us * times}) for cost in self.by_size
                 ),
             }
         )
 
 
 class CodecCost(BaseModel):
-    """What computing a codec of gradients takes a rank: before each exchange of a bucket, and behind the last one."""
+    """The computation time of a gradient codec on a rank: before each exchange of a bucket, and after the last one."""
 
     model_config = _FROZEN
 
     bucket_us: tuple[Latency, ...] = Field(min_length=2, max_length=8)
-    """What each of these takes by itself, however small the bucket."""
+    """The fixed time of each of these, regardless of the bucket's size."""
 
     mib_us: tuple[Latency, ...] = Field(min_length=2, max_length=8)
-    """What each of them takes in addition for every MiB of gradients."""
+    """The additional time of each of these per MiB of gradients."""
 
     slowdown: Share = 0.0
-    """How much longer training's computation takes meanwhile, on the same cores."""
+    """How much longer training's computation takes meanwhile on the same cores: 0.2 means a fifth longer."""
 
     @model_validator(mode="after")
     def _as_many(self) -> CodecCost:
@@ -269,7 +267,7 @@ Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class NcclModel(BaseModel):
-    """What NCCL knows of GPUs and links when it chooses an algorithm and a protocol, and how far the network is off."""
+    """The inputs of NCCL's cost model, by which it chooses algorithms and protocols, and corrections for the network."""
 
     model_config = _FROZEN
 
@@ -277,31 +275,31 @@ class NcclModel(BaseModel):
     """The kind of GPU."""
 
     cpu: Literal["intel", "amd", "other"] = "intel"
-    """Who made the hosts' processors."""
+    """The CPU vendor of the hosts."""
 
     inside: Literal["nvlink", "pci"] = "nvlink"
-    """What joins the GPUs of a host."""
+    """The interconnect of the GPUs within a host."""
 
     inside_gb_s: Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)] = 320.0
-    """What NCCL takes a GPU's links to the others of its host for, in one direction, in GB/s."""
+    """The bandwidth that NCCL assumes from a GPU to the others of its host, in one direction, in GB/s."""
 
     cards_gb_s: Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)] = 48.0
-    """What NCCL takes each network card for, in GB/s: 48 for one of 400 Gbit/s."""
+    """The bandwidth that NCCL assumes for each network card, in GB/s: 48 for one of 400 Gbit/s."""
 
     cards: int = Field(default=0, ge=0, le=4096)
-    """The number of network cards of each host; 0 where each worker has one of its own."""
+    """The number of network cards per host; 0 if each worker has its own."""
 
     network_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
-    """How many times as long latencies between hosts are as NCCL takes them to be."""
+    """Latencies between hosts, relative to what NCCL assumes."""
 
     tree_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
-    """How many times as long latencies of trees are as NCCL takes them to be, beyond ``network_factor``."""
+    """Latencies of trees, relative to what NCCL assumes, on top of ``network_factor``."""
 
     scaled: tuple[Factor, Factor] = (1.0, 1.0)
-    """By how much what-ifs changed bandwidths and latencies: NCCL may keep what it chose before them."""
+    """The factors by which what-ifs changed bandwidths and latencies; NCCL may keep the choices it made before."""
 
     nvls: bool = False
-    """Whether switches inside hosts reduce (NVLink SHARP)."""
+    """Whether switches within hosts reduce (NVLink SHARP)."""
 
     version: tuple[int, int] = (2, 27)
     """NCCL's version."""
@@ -319,7 +317,7 @@ class Cluster(BaseModel):
     """The hosts in rank order: the first ``workers`` ranks are on the first host, and so on."""
 
     server_hosts: tuple[ServerHost, ...] = Field(default=(), max_length=4096)
-    """Hosts without workers, which a plan may have for servers."""
+    """Hosts without workers, which a plan may use for parameter servers."""
 
     latency_us: Latency = 100.0
     """The latency between two hosts."""
@@ -331,73 +329,73 @@ class Cluster(BaseModel):
     """The latency between two workers of one host."""
 
     algorithms: dict[str, AlgorithmCost] = {}
-    """What collective algorithms, and optimizers on the hosts, cost, by name."""
+    """The costs of collective algorithms, and of optimizers on the hosts, by name."""
 
     codecs: dict[str, CodecCost] = {}
-    """What computing codecs of gradients takes, by the names of their costs, for as many workers as these."""
+    """The computation times of gradient codecs by name, for this number of workers."""
 
     compute_slowdown: Share = 0.0
-    """How much longer computation takes while a collective is in flight on the same cores: 0.2 means a fifth longer. It
-    is 0 for devices that do not share their cores with communication."""
+    """How much longer computation takes while a collective is in flight on the same cores: 0.2 means a fifth longer; 0
+    for devices that do not share cores with communication."""
 
     decoupled_slowdown: PassSlowdown | None = None
-    """The slowdown of passes under the decoupled all-reduce, which does more on these cores than its collectives; null
-    where it was not measured."""
+    """The slowdown of forward and backward under the decoupled all-reduce, which uses these cores for more than
+    collectives; null if not measured."""
 
     library: Literal["gloo", "nccl"] = "gloo"
-    """The library that carries out a process group's own collectives."""
+    """The library that runs a process group's collectives."""
 
     nccl: NcclModel | None = None
-    """What NCCL's own model of its collectives has to know; without it, collectives of NCCL are taken for rings."""
+    """The inputs of NCCL's own cost model; without it, NCCL's collectives are modelled as rings."""
 
     sharing: Literal["shared", "queued"] = "shared"
-    """How connections use a link: ``shared``, all at once and each with a part of the rate, as with TCP, or ``queued``,
-    one message of a host after the other."""
+    """How connections use a link: ``shared`` (all at once, each with a part of the rate, as with TCP) or ``queued`` (one
+    message of a host after the other)."""
 
     shared_cores: int | None = Field(default=None, ge=1, le=100_000)
     """The number of cores that all ranks share, if all hosts are on one machine."""
 
     burst_bytes: int = Field(default=0, ge=0, le=10**9)
-    """How much a link that was idle lets through at once, as a token bucket does."""
+    """The number of bytes that an idle link lets through at once, like a token bucket."""
 
     window_bytes: int = Field(default=0, ge=0, le=10**9)
-    """How much a connection keeps queued at a link that is full. Queues are first come, first served: where others'
-    ``traffic`` has a part of a link, it gets that part once it has queued in proportion, and until then a message gets
-    more than what is left. With 0 it gets what is left from its first byte on."""
+    """The number of bytes that a connection keeps queued at a full link. Queues are first come, first served: ``traffic``
+    of others gets its share of a link once it has queued in proportion, and until then a message gets more than the
+    rest. With 0, messages get the rest from the first byte on."""
 
     traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)
-    """What others send over the same links."""
+    """Traffic of other jobs over the same links."""
 
     paths: tuple[SlowPath, ...] = Field(default=(), max_length=10_000)
-    """Ways between two hosts that are slower than their links, or longer, each in one direction."""
+    """Paths between two hosts that are slower than their links or have more latency, each in one direction."""
 
     source: str = "written by hand"
-    """Where all of this comes from."""
+    """Where these values come from."""
 
     @field_validator("algorithms", mode="before")
     @classmethod
-    def _earlier_names(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or EARLIER_BACKGROUND_UPDATE not in given:
-            return given
+    def _earlier_names(cls, costs: Any) -> Any:
+        if not isinstance(costs, Mapping) or EARLIER_BACKGROUND_UPDATE not in costs:
+            return costs
         return {
-            (BACKGROUND_UPDATE if name == EARLIER_BACKGROUND_UPDATE else name): given[name] for name in given
+            (BACKGROUND_UPDATE if name == EARLIER_BACKGROUND_UPDATE else name): costs[name] for name in costs
         }
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cluster:
         names = [*(host.name for host in self.hosts), *(host.name for host in self.server_hosts)]
         if len(set(names)) != len(names):
-            raise ValueError("host names repeat; every host needs a name of its own")
+            raise ValueError("host names repeat; every host needs a unique name")
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"all hosts together have {self.world_size} workers, more than {MAX_WORLD_SIZE}")
-        known = {host.name for host in self.hosts}
+        host_names = {host.name for host in self.hosts}
         for what, named in (("traffic", self.traffic), ("paths", self.paths)):
-            for name in (name for each in named for name in (each.source, each.target)):
-                if name not in known:
+            for name in (name for entry in named for name in (entry.source, entry.target)):
+                if name not in host_names:
                     raise ValueError(f"{what} names an unknown host: {name!r}")
         ways = {(path.source, path.target) for path in self.paths}
         if len(ways) != len(self.paths) or any(source == target for source, target in ways):
-            raise ValueError("a path goes from one host to another, and is listed once")
+            raise ValueError("a path must connect two different hosts and be listed once")
         return self
 
     @property
@@ -417,9 +415,9 @@ class Cluster(BaseModel):
 
     @property
     def least_latency_us(self) -> float:
-        """The latency between two hosts that are nearest to each other."""
-        known = [path.latency_us for path in self.paths if path.latency_us is not None]
-        return min((self.latency_us, *known))
+        """The lowest latency between two hosts."""
+        path_latencies_us = [path.latency_us for path in self.paths if path.latency_us is not None]
+        return min((self.latency_us, *path_latencies_us))
 
     def cost_of(self, algorithm: str) -> AlgorithmCost:
         """The measured cost of ``algorithm``, or the ideal if it was not measured."""
@@ -427,16 +425,16 @@ class Cluster(BaseModel):
 
     @property
     def background_update_us(self) -> float:
-        """The overhead of an update on a communication thread: as measured there, otherwise as measured elsewhere."""
+        """The overhead of an update on a communication thread; if not measured, that of a deferred update."""
         return self.algorithms.get(BACKGROUND_UPDATE, self.cost_of(DEFERRED_UPDATE)).overhead_us
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, host: float = 1.0) -> Cluster:
-        """The same cluster with every rate and latency multiplied, between hosts and inside them.
+        """The cluster with every rate and latency multiplied, between hosts and within them.
 
-        ``host`` multiplies what optimizers cost the hosts besides their arithmetic. Slowdowns stay: they are shares of
-        the time that collectives are in flight. So faster links, which shorten that time, never take more computation.
+        ``host`` multiplies the overheads of optimizers on the hosts. Slowdowns stay: they apply while collectives are in
+        flight, which faster links shorten.
         """
-        own = {
+        host_costs = {
             name: cost.model_copy(update={"overhead_us": cost.overhead_us * host})
             for name, cost in self.algorithms.items()
             if name in HOST_COSTS
@@ -469,12 +467,12 @@ class Cluster(BaseModel):
                 }
             ),
             "paths": tuple(path.scaled(bandwidth, latency) for path in self.paths),
-            "algorithms": {**self.algorithms, **own},
+            "algorithms": {**self.algorithms, **host_costs},
         }
         return self.model_copy(update=changed)
 
     def with_server_hosts(self, count: int) -> Cluster:
-        """The same with at least ``count`` hosts without workers: those that it has, and others like its first host."""
+        """The cluster with at least ``count`` server hosts: its own, and further ones like its first host."""
         there, like = self.server_hosts, self.hosts[0]
         names = {host.name for host in self.hosts} | {host.name for host in there}
         new = (
@@ -504,7 +502,7 @@ class Cluster(BaseModel):
         names = {host.name for host in hosts}
         changed: dict[str, Any] = {
             "hosts": tuple(hosts),
-            "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
+            "traffic": tuple(flow for flow in self.traffic if {flow.source, flow.target} <= names),
             "paths": tuple(path for path in self.paths if {path.source, path.target} <= names),
         }
         resized = self.model_copy(update=changed)
@@ -527,7 +525,7 @@ class Cluster(BaseModel):
 
 
 class Ways:
-    """What one connection from a host to another gets, by their places in ``cluster``."""
+    """Rates and latencies of connections between two hosts, given by their indices in ``cluster``."""
 
     def __init__(self, cluster: Cluster) -> None:
         places = {host.name: index for index, host in enumerate(cluster.hosts)}
@@ -535,7 +533,7 @@ class Ways:
         self.paths = {(places[path.source], places[path.target]): path for path in cluster.paths}
 
     def gbps(self, source: int, target: int) -> float:
-        """Its rate, in Gbit/s."""
+        """The rate of a connection, in Gbit/s."""
         if source == target:
             return self._cluster.local_gbps
         links_gbps = min(self._cluster.hosts[source].up_gbps, self._cluster.hosts[target].down_gbps)
@@ -543,7 +541,7 @@ class Ways:
         return links_gbps if path is None or path.gbps is None else min(links_gbps, path.gbps)
 
     def latency_us(self, source: int, target: int) -> float:
-        """Its latency."""
+        """The latency of a connection."""
         if source == target:
             return self._cluster.local_latency_us
         path = self.paths.get((source, target))

@@ -6,15 +6,15 @@
     │   ├── TraceError            a trace that is missing, damaged, incomplete or not Headway's
     │   ├── PlanError             a plan that is damaged or does not fit the job
     │   ├── ClusterError          a cluster that is damaged or does not fit the job
-    │   ├── LabError              a lab that cannot be built as asked
-    │   ├── PluginError           another package's strategy that cannot be used
+    │   ├── LabError              a lab that cannot be built as specified
+    │   ├── PluginError           a plug-in of another package that cannot be used
     │   ├── LaunchError           a command that could not be recorded or run
-    │   └── UnsupportedError      a use that would be wrong under this strategy, and is refused
+    │   └── UnsupportedError      a use that would train wrongly under this strategy
     ├── CommunicationError        a peer failed or fell silent while training
-    └── InternalError             what runs concurrently with training failed, and no peer is at fault
+    └── InternalError             a background thread of this rank failed, and no peer is at fault
     HeadwayWarning                something was ignored or assumed
 
-Every message says what is wrong, what was got, what was expected and how to mend it, on one line.
+Every message says on one line what is wrong, what it got, what it expected, and how to fix it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HeadwayError(Exception):
 
 
 class UserError(HeadwayError, ValueError):
-    """The input is at fault. ``str()`` is one line: what, got, expected, how to mend it."""
+    """The input is at fault. ``str()`` is one line: what is wrong, got, expected, fix."""
 
     def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
         parts = [what]
@@ -57,11 +57,11 @@ class ClusterError(UserError):
 
 
 class LabError(UserError):
-    """A lab cannot be built as asked."""
+    """A lab cannot be built as specified."""
 
 
 class PluginError(UserError):
-    """Another package brings a strategy that cannot be used."""
+    """A plug-in of another package cannot be used."""
 
 
 class LaunchError(UserError):
@@ -77,7 +77,7 @@ class CommunicationError(HeadwayError, RuntimeError):
 
 
 class InternalError(HeadwayError, RuntimeError):
-    """What runs concurrently with training failed on this rank, and no peer is at fault."""
+    """A background thread of this rank failed, and no peer is at fault."""
 
 
 class HeadwayWarning(UserWarning):
@@ -91,7 +91,7 @@ def one_line(text: str, limit: int = 300) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs the packages of an extra of Headway, by their own names."""
+    """The pip command that installs the packages of one of Headway's extras."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
@@ -105,8 +105,8 @@ def how_to_install(extra: str) -> str:
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """A question that names what ``text`` may be a misspelling or the beginning of; empty where nothing is near."""
-    known = list(names)
-    begun = [name for name in known if text and name.startswith(text)]
-    near = begun[:2] or difflib.get_close_matches(text, known, n=2)
+    """Suggest names that ``text`` may be a typo or a prefix of; "" if none is close."""
+    candidates = list(names)
+    begun = [name for name in candidates if text and name.startswith(text)]
+    near = begun[:2] or difflib.get_close_matches(text, candidates, n=2)
     return f"Did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""Files in and out: bounded reads, writes that are whole or absent, YAML held against a schema."""
+"""Reads and writes files: bounded reads, atomic writes, and YAML validated against a schema."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from headway.version import __version__
 
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_YAML_BYTES = 8 * 2**20
-MAX_YAML_VALUES = 2_000_000  # that a document stands for, aliases written out
+MAX_YAML_VALUES = 2_000_000  # in a document, with aliases expanded
 MAX_NUMBER_CHARACTERS = 100
 REMOVALS = 20
-HELD = ".held"  # a file in a temporary folder, locked by who made it
+LOCK_FILE = ".held"  # a file in a temporary folder, locked by the process that made it
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-# C1 controls, and what has lines run the other way, breaks them or takes no room: a terminal would obey.
+# C1 controls, and characters that reverse, break or hide text on a terminal.
 _UNSAFE_TO_PRINT = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_text(path: Path, error: type[UserError], what: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Read a text file of at most ``limit_bytes``; raises ``error`` where that cannot be done."""
+    """Read a text file of at most ``limit_bytes``; raises ``error`` if that fails."""
     try:
         with open_regular(path, error, what) as file:
             data = file.read(limit_bytes + 1)
@@ -53,7 +53,7 @@ def read_text(path: Path, error: type[UserError], what: str, limit_bytes: int = 
 
 
 def open_regular(path: Path, error: type[UserError], what: str) -> IO[bytes]:
-    """Open a file to read, without waiting; raises ``error`` where it is a device or a pipe, OSError as ``open``."""
+    """Open a regular file for reading; raises ``error`` for a device or a pipe, OSError like ``open``."""
     file: IO[bytes] = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115 - Path.open takes no opener
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -62,39 +62,39 @@ def open_regular(path: Path, error: type[UserError], what: str) -> IO[bytes]:
 
 
 def _opened_at_once(path: str, flags: int) -> int:
-    """Opening a pipe would wait for who writes into it."""
+    """Open without blocking: a pipe would wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_text(path: Path, text: str, error: type[UserError] = UserError) -> None:
-    """Write a text file that is whole or absent."""
+    """Write a text file atomically."""
     with file_written_whole(path, error) as file:
         file.write(text.encode())
 
 
 def check_writable(path: Path, error: type[UserError] = UserError) -> None:
-    """Raise ``error`` where a file cannot be written at ``path``: before what takes long."""
+    """Raise ``error`` if a file cannot be written at ``path``; call it before long work."""
     if _is_device(path):
         return
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise error(
             f"{path} cannot be written",
-            got=f"no right to write into {folder}" if folder.is_dir() else f"no folder {folder}",
-            fix="Make the folder, or name another.",
+            got=f"no permission to write to {folder}" if folder.is_dir() else f"no folder {folder}",
+            fix="Create the folder, or choose another.",
         )
 
 
 def _is_device(path: Path) -> bool:
-    """Whether what is there takes what is written into it, and is no file: a pipe, a terminal, /dev/null."""
+    """Whether ``path`` is a pipe, a terminal, /dev/null or the like, which is written in place."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
 @contextmanager
 def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[IO[bytes]]:
-    """Yield a file next to ``path`` that takes its name only when the block ends well: readers see no half of it.
+    """Yield a file that replaces ``path`` when the block succeeds, so that readers never see a partial file.
 
-    A link stays one. What is there and is no file, such as a pipe or /dev/null, is written into.
+    Symbolic links are followed. Devices, such as a pipe or /dev/null, are written in place.
     """
     try:
         if _is_device(path):
@@ -119,7 +119,7 @@ def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterat
 
 @contextmanager
 def folder_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[Path]:
-    """Yield a folder next to ``path`` that takes its name only when the block ends well."""
+    """Yield a folder that is renamed to ``path`` when the block succeeds."""
     check_absent(path, error)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,39 +138,39 @@ def folder_written_whole(path: Path, error: type[UserError] = UserError) -> Iter
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder if there is one, even while other processes write into it: they no longer find it."""
+    """Remove a folder if it exists, even while other processes write into it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.removed")
     with suppress(OSError):
         path.rename(aside)
-    for _ in range(REMOVALS):  # who had opened it before it was moved may still put a file into it
-        for one in (aside, path):
-            shutil.rmtree(one, ignore_errors=True)
+    for _ in range(REMOVALS):  # a process that had it open may still add a file
+        for folder in (aside, path):
+            shutil.rmtree(folder, ignore_errors=True)
         if not aside.exists():
             return
 
 
 @contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder of ours alone in ``parent``, by default the system's; it goes when the block ends.
+    """Yield a new private folder in ``parent`` (default: the system's temporary folder), removed at the end of the block.
 
-    Whoever makes it holds a lock on a file in it for as long as it lives. So what killed processes left under the same
-    ``prefix`` is told from what is in use, whatever container that is in, and removed. Raises OSError.
+    The process that makes it holds a lock on a file in it. Thus folders with the same ``prefix`` that were left by killed
+    processes can be told from those in use, even across containers, and are removed. Raises OSError.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_abandoned(prefix, parent)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
-        with (folder / f"{HELD}.new").open("wb") as held:
-            with suppress(OSError):  # file systems without locks: nobody removes what nobody can hold
+        with (folder / f"{LOCK_FILE}.new").open("wb") as held:
+            with suppress(OSError):  # without file locks, abandoned folders are not removed
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                Path(held.name).replace(folder / HELD)
+                Path(held.name).replace(folder / LOCK_FILE)
             yield folder
     finally:
         remove_folder(folder)
 
 
 def _remove_abandoned(prefix: str, parent: Path) -> None:
-    """Remove this user's folders that begin with ``prefix`` and whose lock nobody holds any more."""
+    """Remove this user's folders that begin with ``prefix`` and are no longer locked."""
     with suppress(OSError):
         for entry in os.scandir(parent):
             if not entry.name.startswith(prefix) or not entry.is_dir(follow_symlinks=False):
@@ -178,7 +178,7 @@ def _remove_abandoned(prefix: str, parent: Path) -> None:
             with suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     continue
-                handle = os.open(Path(entry.path, HELD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                handle = os.open(Path(entry.path, LOCK_FILE), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     remove_folder(Path(entry.path))
@@ -187,7 +187,7 @@ def _remove_abandoned(prefix: str, parent: Path) -> None:
 
 
 def check_absent(path: Path, error: type[UserError] = UserError) -> None:
-    """Refuse to write where something stands already: an earlier recording is worth keeping."""
+    """Raise ``error`` if ``path`` exists: an earlier recording is worth keeping."""
     try:
         taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     except OSError as failure:
@@ -196,7 +196,7 @@ def check_absent(path: Path, error: type[UserError] = UserError) -> None:
         ) from None
     if taken:
         raise error(
-            "the output exists already",
+            "the output already exists",
             got=path,
             expected="a new name",
             fix="Choose another name, or remove it.",
@@ -209,14 +209,14 @@ def parse_yaml(text: str, model: type[_Model], error: type[UserError], what: str
 
 
 def plain_yaml(text: str, error: type[UserError], what: str) -> object:
-    """The plain data that YAML ``text`` stands for. Raises ``error`` in one line where it is none, or too large."""
+    """Parse YAML ``text`` into plain data. Raises ``error`` in one line if it is invalid or too large."""
     if len(text) > MAX_YAML_BYTES:
         raise error(f"{what} is too large", got=f"{len(text)} bytes", expected=f"at most {MAX_YAML_BYTES}")
     try:
         return _plain(text)
     except _RefusedError as refused:
         raise error(f"{what} {refused}") from None
-    # Dates, numbers and truth values that are none raise plain errors.
+    # Invalid dates, numbers and truth values raise plain errors.
     except (
         yaml.YAMLError,
         RecursionError,
@@ -232,11 +232,11 @@ def plain_yaml(text: str, error: type[UserError], what: str) -> object:
 
 
 class _RefusedError(Exception):
-    """YAML that says what nobody means."""
+    """YAML that is valid, but too large or surely a mistake."""
 
 
 def _plain(text: str) -> Any:
-    """The plain data that ``text`` stands for, once it is known to be no more than can be held."""
+    """Parse ``text``, after checking that its data fits in memory."""
     loader = _YamlLoader(text)
     try:
         node = loader.get_single_node()
@@ -248,20 +248,20 @@ def _plain(text: str) -> Any:
         loader.dispose()
 
 
-def _values_of(node: Any, known: dict[int, int]) -> int:
-    """How many values a node stands for. Raises _RefusedError where they are too many, or keys stand twice."""
+def _values_of(node: Any, counts: dict[int, int]) -> int:
+    """Count the values of a node, with aliases expanded. Raises _RefusedError for too many, or for a repeated key."""
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
         return 1
-    values = known.get(id(node))
+    values = counts.get(id(node))
     if values is None:
-        known[id(node)] = MAX_YAML_VALUES  # until it is known, for what contains itself
+        counts[id(node)] = MAX_YAML_VALUES  # until it is known, for what contains itself
         if isinstance(node, yaml.MappingNode):
             _check_keys(node)
             parts = [part for pair in node.value for part in pair]
         else:
             parts = node.value
-        values = known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
+        values = counts[id(node)] = 1 + sum(_values_of(part, counts) for part in parts)
     if values > MAX_YAML_VALUES:
         raise _RefusedError(f"stands for more than {MAX_YAML_VALUES} values: write fewer aliases (*name)")
     return values
@@ -274,9 +274,7 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     if node.tag in _NUMBERS:
         if len(node.value) > MAX_NUMBER_CHARACTERS:
             raise _RefusedError(f"has a number of {len(node.value)} characters {where}")
-        if (
-            ":" in node.value
-        ):  # YAML 1.1 has numbers in base 60, which take the square of their length to read
+        if ":" in node.value:  # YAML 1.1 has numbers in base 60, which take quadratic time to parse
             raise _RefusedError(
                 f"has {node.value!r} {where}, which is a number in base 60: write it in quotes"
             )
@@ -304,20 +302,20 @@ def validate(data: object, model: type[_Model], error: type[UserError], what: st
 
 
 def _first_complaint(
-    failure: ValidationError, error: type[UserError], what: str, known: Iterable[str] = ()
+    failure: ValidationError, error: type[UserError], what: str, names: Iterable[str] = ()
 ) -> UserError:
     complaint = failure.errors(include_url=False)[0]
     where = ".".join(str(part) for part in complaint["loc"]) or "the document"
     if complaint["type"] == "extra_forbidden":
-        alike = did_you_mean(where, known) if len(complaint["loc"]) == 1 else ""
+        alike = did_you_mean(where, names) if len(complaint["loc"]) == 1 else ""
         return error(f"{what}: unknown key {where}", fix=alike or "Remove it, or check its spelling.")
     if complaint["type"] == "missing":
         return error(f"{what}: {where} is missing", fix="Add it.")
-    said = complaint["msg"].removeprefix("Value error, ")
-    # What is wrong with a whole mapping says so itself.
+    message = complaint["msg"].removeprefix("Value error, ")
+    # Complaints about a whole mapping need no input.
     if complaint["type"] == "value_error" and isinstance(complaint["input"], Mapping):
-        return error(f"{what}: {where}: {said}" if complaint["loc"] else f"{what}: {said}")
-    return error(f"{what}: {where}: {said}", got=repr(complaint["input"]))
+        return error(f"{what}: {where}: {message}" if complaint["loc"] else f"{what}: {message}")
+    return error(f"{what}: {where}: {message}", got=repr(complaint["input"]))
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
@@ -331,6 +329,6 @@ def document(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def dump_json(data: object) -> str:
-    """Write JSON that any reader takes, without NaN and infinity, and that any terminal can show."""
+    """Write strict JSON, without NaN and infinity, that is safe to print on a terminal."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=2) + "\n"
     return _UNSAFE_TO_PRINT.sub(lambda unsafe: f"\\u{ord(unsafe[0]):04x}", text)

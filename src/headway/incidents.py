@@ -1,4 +1,4 @@
-"""What a simulated job lives through besides training: iterations that are slow by chance, deaths, and joins."""
+"""Incidents of a simulated job: random slowdowns, and ranks that die or join."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-NS_A_S = 1e9
+NS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Incidents:
-    """Every iteration of a rank takes, with the probability ``slow_share``, ``slow_factor`` times as long.
+    """Incidents during a simulation: with probability ``slow_share``, an iteration takes ``slow_factor`` times as long.
 
-    ``deaths`` and ``joins`` are (nanoseconds from the start, rank): a rank that joins first is not there from the
-    start; one may join again after its death.
+    ``deaths`` and ``joins`` are (nanoseconds from the start, rank). A rank whose first event is a join is absent from
+    the start; a rank may join again after its death.
     """
 
     slow_share: float = 0.0
@@ -24,7 +24,7 @@ class Incidents:
 
     @property
     def are_there(self) -> bool:
-        """Whether anything happens."""
+        """Whether there are any incidents."""
         return bool(self.slow_share or self.change_members)
 
     @property
@@ -39,31 +39,35 @@ class Incidents:
 
     @property
     def last_ns(self) -> int:
-        """When the last rank dies or joins; 0 where none does."""
+        """The time of the last death or join; 0 if there is none."""
         return max((time_ns for time_ns, _ in (*self.deaths, *self.joins)), default=0)
 
     def of(self, rank: int) -> Sequence[tuple[int, bool]]:
-        """When something happens to ``rank``, in order, and whether it joins then."""
-        deaths = [(time_ns, False) for time_ns, each in self.deaths if each == rank]
-        return sorted([*deaths, *((time_ns, True) for time_ns, each in self.joins if each == rank)])
+        """The deaths and joins of ``rank`` in order: (time in ns, whether it joins)."""
+        deaths = [(time_ns, False) for time_ns, incident_rank in self.deaths if incident_rank == rank]
+        return sorted(
+            [*deaths, *((time_ns, True) for time_ns, incident_rank in self.joins if incident_rank == rank)]
+        )
 
     def twice(self) -> int | None:
-        """A rank that dies or joins twice, one time after the other; None where there is none."""
+        """A rank that dies twice, or joins twice, in a row; None if there is none."""
         for rank in sorted(self.ranks):
             joins = [is_join for _, is_join in self.of(rank)]
-            if any(one == other for one, other in pairwise(joins)):
+            if any(earlier == later for earlier, later in pairwise(joins)):
                 return rank
         return None
 
     def without_members(self) -> Incidents:
-        """The same without deaths and joins."""
+        """The incidents without deaths and joins."""
         return Incidents(self.slow_share, self.slow_factor)
 
     def describe(self) -> Sequence[str]:
-        """What happens, in words."""
-        said = []
+        """The incidents in words."""
+        sentences = []
         if self.slow_share:
-            said.append(f"{self.slow_share:.3g} of iterations by chance {self.slow_factor:g} times as long")
-        said += [f"rank {rank} dies after {time_ns / NS_A_S:g} s" for time_ns, rank in self.deaths]
-        said += [f"rank {rank} joins after {time_ns / NS_A_S:g} s" for time_ns, rank in self.joins]
-        return said
+            sentences.append(
+                f"{self.slow_share:.3g} of iterations by chance {self.slow_factor:g} times as long"
+            )
+        sentences += [f"rank {rank} dies after {time_ns / NS_PER_S:g} s" for time_ns, rank in self.deaths]
+        sentences += [f"rank {rank} joins after {time_ns / NS_PER_S:g} s" for time_ns, rank in self.joins]
+        return sentences

@@ -1,4 +1,4 @@
-"""Sets of time: unions of half-open spans in integer nanoseconds, so that sums come out exact."""
+"""Sets of time: unions of half-open spans in integer nanoseconds, so that sums are exact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMPTY: Spans = np.zeros((0, 2), dtype=np.int64)
 
 
 def union(starts: Ints, ends: Ints) -> Spans:
-    """The time that at least one of the spans covers. Empty spans count for nothing."""
+    """The time that at least one of the spans covers. Empty spans are ignored."""
     some = ends > starts
     starts, ends = starts[some], ends[some]
     if not len(starts):
@@ -87,7 +87,7 @@ def _cut(a: Spans, b: Spans) -> tuple[Ints, Ints, npt.NDArray[np.bool_], npt.NDA
 
 
 def merged(spans: Iterable[tuple[Time, Time]]) -> Iterator[tuple[Time, Time]]:
-    """The time that at least one of the spans covers, in order. Empty spans count for nothing."""
+    """The time that at least one of the spans covers, in order. Empty spans are ignored."""
     open_: tuple[Time, Time] | None = None
     for start, end in sorted(span for span in spans if span[1] > span[0]):
         if open_ is None:
@@ -102,12 +102,12 @@ def merged(spans: Iterable[tuple[Time, Time]]) -> Iterator[tuple[Time, Time]]:
 
 
 class Intervals:
-    """A set of time that is asked for one stretch after another, with the time before each span summed up."""
+    """A set of time with prefix sums, for repeated queries of the share that it covers."""
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
-        found = list(merged(spans))
-        self._starts = [start for start, _ in found]
-        self._ends = [end for _, end in found]
+        spans_in_order = list(merged(spans))
+        self._starts = [start for start, _ in spans_in_order]
+        self._ends = [end for _, end in spans_in_order]
         self._before = [0]
         for start, end in zip(self._starts, self._ends, strict=True):
             self._before.append(self._before[-1] + end - start)

@@ -1,4 +1,4 @@
-"""Job: what is trained, what its ranks compute in a step, and on which cluster. Decisions and replays start from it."""
+"""Job: the model, the computation of a step and the cluster, from which decisions and replays start."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class OptimizerUse:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEffect:
-    """What a pass did where it was measured: so many times the time, and ``held_bytes`` of memory meanwhile.
+    """The measured effect of a pass: ``factor`` times the time, and ``held_bytes`` of additional memory.
 
-    ``memory`` is what a rank was seen to hold in a forward and backward under it, where that was watched.
+    ``memory`` is the memory of a rank in forward and backward under the pass, if it was tracked.
     """
 
     factor: float
@@ -36,16 +36,15 @@ class MeasuredEffect:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One distributed training job, as far as it is known.
+    """A distributed training job, as far as it is known.
 
     ``stages`` are the models of its pipeline's stages, a single one if the model is not split. ``cluster`` is None
     if only decisions are needed, and ``computation`` if nothing was recorded or predicted: a live job knows
     its model and its ``world_size``. ``refusals`` says, by the name of a strategy or pass, why its model cannot
     be trained under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
     ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch. ``mesh`` is the size of each
-    dimension along which ranks share the work, the outermost first, where there are several. ``incidents`` are what a
-    simulated job lives through. ``measured`` are effects of passes that cannot be told without having been measured, by
-    names that the passes give them.
+    dimension along which ranks share the work, the outermost first, if there are several. ``incidents`` happen in a
+    simulation. ``measured`` are effects of passes that only measurements can tell, by names that the passes choose.
     """
 
     stages: tuple[ModelSpec, ...]
@@ -67,7 +66,7 @@ class Job:
 
     @classmethod
     def of(cls, model: ModelSpec, world_size: int = 1) -> Job:
-        """A job of ``world_size`` ranks that all train ``model``, of which nothing else is known."""
+        """A job of ``world_size`` ranks that all train ``model``; nothing else is known."""
         return cls((model,), world_size)
 
     @property
@@ -78,29 +77,29 @@ class Job:
 
     @property
     def on(self) -> Cluster:
-        """The cluster of a job that is to be simulated."""
+        """The cluster; only for jobs that can be simulated."""
         assert self.cluster is not None
         return self.cluster
 
     @property
     def steps(self) -> Computation:
-        """The computation of a job that is to be simulated."""
+        """The computation; only for jobs that can be simulated."""
         assert self.computation is not None
         return self.computation
 
     def moved_to(self, cluster: Cluster) -> Job:
         """The same job on another cluster, of any number of workers.
 
-        Raises UserError for another number where ranks are those of a mesh, or wait for groups of some ranks.
+        Raises UserError for another number of workers if ranks form a mesh or use collectives of subgroups.
         """
         if cluster.world_size != self.world_size and self.steps.has_groups:
             raise UserError(
-                "a replay of ranks that wait for collectives of some ranks has as many workers as were recorded",
+                "cannot replay collectives of subgroups with another number of workers than recorded",
                 got=f"{cluster.world_size} workers", expected=f"{self.world_size}",
             )  # fmt: skip
         if self.mesh and cluster.world_size != self.world_size:
             raise UserError(
-                "a replay of pipelines side by side has as many workers as were recorded",
+                "cannot replay replicated pipelines with another number of workers than recorded",
                 got=f"{cluster.world_size} workers", expected=f"{self.world_size}",
             )  # fmt: skip
         return replace(self, cluster=cluster, world_size=cluster.world_size)

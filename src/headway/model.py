@@ -1,4 +1,4 @@
-"""ModelSpec: what communication decisions need to know of a model, without the model itself."""
+"""ModelSpec: the facts about a model that communication decisions need, without the model itself."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class ParameterSpec(BaseModel):
 
 
 class ModuleMemory(BaseModel):
-    """What a rank holds around one call of ``module`` in forward, in bytes, counted as in ``PassMemory``.
+    """The memory of a rank around one call of ``module`` in forward, in bytes, counted as in ``PassMemory``.
 
-    There are ``begin_bytes`` as the call begins, up to ``peak_bytes`` during it, and ``end_bytes`` as it ends, of
-    which it puts out ``output_bytes`` that were not there before.
+    ``begin_bytes`` are held when the call begins, at most ``peak_bytes`` during it, and ``end_bytes`` when it ends;
+    ``output_bytes`` of these are new memory of its output.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,20 +70,20 @@ class ModuleMemory(BaseModel):
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept of the call for backward, without what it puts out."""
+        """The memory kept for backward, without the output."""
         return max(0, self.end_bytes - self.begin_bytes - self.output_bytes)
 
 
 class PassMemory(BaseModel):
-    """What a rank holds during forward and backward in addition to parameters, buffers, optimizer state and gradients.
+    """The memory of a rank in forward and backward beyond parameters, buffers, optimizer state and gradients.
 
-    ``forward_bytes`` is the most during forward; ``backward`` has, for each gradient in the order of readiness, the
-    most from the previous gradient (or the end of forward) until it is complete; ``after_bytes`` is the most from the
-    last gradient until the update; ``update_bytes`` is what the update of all parameters needs in addition.
-    ``gradients_apart`` says that gradients have memory of their own, in addition to DDP's buckets, ``gradients_kept``
-    that those of the previous step still exist during forward, ``gradients_accumulate`` that a step has several
-    passes, in all but the first of which all gradients exist. ``modules`` are the calls of modules in forward, in the
-    order in which they begin; none where they were not watched.
+    ``forward_bytes`` is the peak during forward; ``backward`` has, for each gradient in the order of readiness, the peak
+    from the previous gradient (or the end of forward) until it is complete; ``after_bytes`` is the peak from the last
+    gradient until the update; ``update_bytes`` is the additional memory of updating all parameters.
+    ``gradients_apart``: gradients have memory of their own, in addition to DDP's buckets; ``gradients_kept``: those of
+    the previous step still exist during forward; ``gradients_accumulate``: a step has several backward passes, and all
+    gradients exist in all but the first. ``modules`` are the calls of modules in forward, in the order in which they
+    begin; empty if not tracked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,10 +99,10 @@ class PassMemory(BaseModel):
 
 
 class HalvedBackward(BaseModel):
-    """What the halves of a stage's backward hold, in bytes: as ``StageMemory`` has it of whole ones.
+    """The memory of a stage's backward split into input and weight gradients, in bytes (see ``StageMemory``).
 
-    Gradients of inputs need up to ``input_bytes`` and leave ``put_off_bytes``, themselves among it, until those of
-    weights are computed. That needs ``first_weight_bytes`` in the first micro-batch of a step, ``weight_bytes`` later.
+    Input gradients need up to ``input_bytes`` and leave ``put_off_bytes``, including themselves, until weight gradients
+    are computed; these need ``first_weight_bytes`` in the first micro-batch of a step, and ``weight_bytes`` later.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,16 +114,16 @@ class HalvedBackward(BaseModel):
 
 
 class StageMemory(BaseModel):
-    """What a stage of a pipeline holds in a step, in bytes, in addition to parameters, buffers and optimizer state.
+    """The memory of a pipeline stage in a step, in bytes, beyond parameters, buffers and optimizer state.
 
-    One micro-batch's forward needs up to ``forward_bytes`` beyond what is there already, its loss among it, and leaves
-    ``kept_bytes`` until its backward. That needs up to ``backward_bytes`` more, the first one of a step
-    ``first_backward_bytes`` since it makes the ``gradient_bytes`` of gradients (which are there all the time if
-    ``gradients_kept``), and leaves ``outputs_bytes`` for the end of the step, which needs ``end_bytes`` more. What
-    is received does not count there. ``halves`` are as they were seen, or told from a whole backward; None where
-    neither was possible, or needed: torch's first stage puts all of it off. Modules with parameters put out
-    ``weighted_bytes`` in a forward. The script's batch has ``batch_bytes``, and an update needs ``update_bytes``.
-    The whole step held ``step_bytes`` at most, and ``received_bytes`` for messages, under the order that was watched.
+    A micro-batch's forward needs up to ``forward_bytes`` more, including its loss, and leaves ``kept_bytes`` until its
+    backward. Backward needs up to ``backward_bytes`` more; the first one of a step ``first_backward_bytes``, since it
+    allocates ``gradient_bytes`` of gradients (which always exist if ``gradients_kept``). It leaves ``outputs_bytes`` for
+    the end of the step, which needs ``end_bytes`` more. Received messages are not included. ``halves`` were observed, or
+    derived from an unsplit backward; None if that was not possible or not needed (torch's first stage defers all of
+    it). Modules with parameters output ``weighted_bytes`` in a forward. The script's batch has ``batch_bytes``, and an
+    update needs ``update_bytes``. In the recorded order, the peak of the step was ``step_bytes``, with
+    ``received_bytes`` for messages.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,12 +145,12 @@ class StageMemory(BaseModel):
 
 
 class ChainLink(BaseModel):
-    """A module of a chain: it is given what the one before it hands on, and nothing else.
+    """A module of a chain: its only input is the output of the previous module.
 
-    ``name`` is that of the module. ``parameters`` are the trainable parameters that are used from where the one before
-    it ends until it ends, under the names that they have there. It hands on ``output_bytes`` for the batch that was
-    seen; 0 where a pipeline may not be cut behind it. Its innermost modules put out ``kept_bytes``. A micro-batch took
-    ``forward_ns`` and ``backward_ns`` in the median, where those of a stage were timed; 0 where spans of modules tell.
+    ``name`` is the module's name. ``parameters`` are the trainable parameters used between the end of the previous module
+    and its own, by the names they have there. It outputs ``output_bytes`` for the recorded batch; 0 if a pipeline cannot
+    be split after it. Its innermost modules output ``kept_bytes``. ``forward_ns`` and ``backward_ns`` are median times of
+    a micro-batch, if those of a stage were timed; 0 if the trace has spans of modules instead.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -164,11 +164,11 @@ class ChainLink(BaseModel):
 
 
 class Chain(BaseModel):
-    """The modules that a forward calls one after the other, as one forward of ``samples`` has shown it.
+    """The modules that a forward calls in sequence, observed in one forward of ``samples``.
 
-    What it computes before the first and behind the last counts to these. ``aliases`` has the other names that
-    ``links`` use for a parameter of the model. ``batch_norms`` says that some compute statistics of their batch.
-    Without ``links``, ``why_not`` says what is missing.
+    Computation before the first and after the last module counts as theirs. ``aliases`` has other names that ``links``
+    use for a parameter of the model. ``batch_norms`` says that some modules compute batch statistics. Without
+    ``links``, ``why_not`` says why.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -183,14 +183,14 @@ class Chain(BaseModel):
 class ModelSpec(BaseModel):
     """A model's trainable parameters, in registration order, and what a recording learned about their use.
 
-    ``class_name`` is the name of the module's class, where it was recorded.
+    ``class_name`` is the name of the module's class, if recorded.
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
-    Both are empty if nothing was recorded. ``activation_bytes`` is about what forward keeps for backward;
-    ``pass_memory`` has more detail, if it was watched, and ``stage_memory`` of a stage of a pipeline. Parameters that
-    are not trained are not listed; they take ``frozen_bytes``.
-    ``find_unused_parameters`` says that the model is wrapped with that option of DDP: a backward may leave parameters
-    without a gradient, and ranks tell each other which.
+    Both are empty if nothing was recorded. ``activation_bytes`` is roughly what forward keeps for backward;
+    ``pass_memory`` has more detail, if it was tracked, and so does ``stage_memory`` for a pipeline stage. Parameters
+    that are not trained are not listed; they take ``frozen_bytes``.
+    ``find_unused_parameters`` is DDP's option: a backward may leave parameters without a gradient, and ranks exchange
+    which.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -228,7 +228,7 @@ class ModelSpec(BaseModel):
 
     @property
     def uses_bytes(self) -> int:
-        """The size of what ranks tell each other about which parameters a backward used: 4 bytes per parameter."""
+        """The bytes that ranks exchange about which parameters a backward used: 4 per parameter."""
         return 4 * len(self.parameters)
 
     @property
@@ -240,10 +240,10 @@ class ModelSpec(BaseModel):
         return digest.hexdigest()[:16]
 
     def ready_parameters(self) -> tuple[ParameterSpec, ...]:
-        """Parameters in the order in which gradients become ready; reversed registration where unknown."""
-        known = [self.by_name[name] for name in self.ready_order if name in self.by_name]
-        seen = {parameter.name for parameter in known}
-        return (*known, *(p for p in reversed(self.parameters) if p.name not in seen))
+        """Parameters in the order in which gradients become ready; reverse registration order where unknown."""
+        recorded = [self.by_name[name] for name in self.ready_order if name in self.by_name]
+        seen = {parameter.name for parameter in recorded}
+        return (*recorded, *(p for p in reversed(self.parameters) if p.name not in seen))
 
     def forward_parameters(self) -> tuple[ParameterSpec, ...]:
         """Parameters in the order in which forward needs them; registration order where unknown."""

@@ -1,4 +1,4 @@
-"""What values show of themselves in notebooks: a sentence and a small table, all foreign text escaped."""
+"""HTML for notebooks: a sentence and a small table, with all foreign text escaped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MOST_CHARACTERS = 400
 
 
 def shown(sentence: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """HTML of ``sentence`` above a table; of more than MOST_ROWS rows the first."""
-    known = list(rows)
+    """HTML of ``sentence`` above a table of at most MOST_ROWS rows."""
+    all_rows = list(rows)
     lines = [f"<p>{_text(sentence)}</p>", "<table>", _row(head, "th")]
-    lines += [_row(row, "td") for row in known[:MOST_ROWS]]
+    lines += [_row(row, "td") for row in all_rows[:MOST_ROWS]]
     lines.append("</table>")
-    if len(known) > MOST_ROWS:
-        lines.append(f"<p>and {len(known) - MOST_ROWS} more</p>")
+    if len(all_rows) > MOST_ROWS:
+        lines.append(f"<p>and {len(all_rows) - MOST_ROWS} more</p>")
     return "\n".join(lines)
 
 

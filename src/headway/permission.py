@@ -1,4 +1,4 @@
-"""What only the user can permit: plans that change what is trained, however much faster they are."""
+"""Permissions: plans that change what is trained are used only if the user permits it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What users permit with ``--allow name``: that training changes as ``changes`` says, in a short clause.
+    """A permission for ``--allow name``; ``changes`` says in a short clause how training changes.
 
     Strategies, passes and codecs of other packages declare new ones (``declared_permissions``).
     """
@@ -23,13 +23,13 @@ PRECISION = "precision"
 RANDOMNESS = "randomness"
 
 SHIPPED = (
-    Permission(ASYNCHRONOUS, "ranks train on averages that are late, or are of some ranks alone"),
-    Permission(LOCAL_STEPS, "ranks take some optimizer steps by themselves before models are averaged"),
-    Permission(PRECISION, "gradients are compressed, or computation has fewer digits"),
-    Permission(RANDOMNESS, "random numbers are drawn elsewhere, such as by loaders with workers"),
+    Permission(ASYNCHRONOUS, "ranks train on stale averages, or on averages over some of the ranks"),
+    Permission(LOCAL_STEPS, "ranks take local optimizer steps between averages of their models"),
+    Permission(PRECISION, "gradients are compressed, or computation has lower precision"),
+    Permission(RANDOMNESS, "random numbers are drawn elsewhere, such as in data loader workers"),
 )
 
 
 def permitted(needed: Collection[str], allowed: Collection[str]) -> bool:
-    """Whether a user who has ``allowed`` some permissions may be given what needs all of ``needed``."""
+    """Whether the ``allowed`` permissions include all that are ``needed``."""
     return set(needed) <= set(allowed)

@@ -1,7 +1,7 @@
-"""What other packages add to Headway, found by entry points. One that cannot be used is left out, with one warning.
+"""Loads plug-ins of other packages by entry points. Plug-ins that cannot be used are ignored with a warning.
 
-A package that is broken must stop neither a command nor somebody's training. What needs exactly what it adds, such as
-a plan, asks ``why_unusable`` and refuses with that reason.
+A broken package must not stop a command or a training. A plan that needs its plug-in is refused with the reason from
+``why_unusable``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 API_VERSION = 1
-"""The version of what plug-ins build on, ``headway.ext``: another number where something that worked no longer does."""
+"""The version of ``headway.ext``, which plug-ins build on; it changes with every incompatible change."""
 
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-"""Set where a command is started once for each rank."""
+"""Variables that launchers set for each rank."""
 WARNED_VARIABLE = "HEADWAY_WARNED_PLUGINS"
-"""The packages that this process or one that started it has warned of, so that a command does so once."""
-FIX = "Mend or uninstall that package"
-ANY = "*"  # the name of what is left out where entry points cannot even be listed
+"""The packages that this process or a parent has warned about, so that a command warns once."""
+FIX = "Fix or uninstall that package"
+ANY = "*"  # the name of a placeholder if entry points cannot be listed
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One entry point of a group, and the package that brings it; ``why_not`` is "" where it can be used."""
+    """An entry point of a group and its package; ``why_not`` is "" if it can be used."""
 
     group: str
     name: str
@@ -61,25 +61,27 @@ _loaded: dict[str, list[Plugin]] = {}
 def load_entry_points(
     group: str, reserved: Container[str], fits: Callable[[str, object], T | None], expected: str
 ) -> list[T]:
-    """What the entry points of ``group`` name, in the order of their names; what cannot be used is left out.
+    """Load the objects of the entry points of ``group``, in order of name; those that cannot be used are ignored.
 
-    ``fits`` gets a name and what stands there, and returns it where it is ``expected``, else None. What has a
-    ``reserved`` name, or one that two packages use, cannot be used either.
+    ``fits`` gets a name and the loaded object, and returns it if it is as ``expected``, else None. Entry points with a
+    ``reserved`` name, or a name that two packages use, cannot be used either.
     """
     usable: list[T] = []
     plugins = _loaded[group] = []
     try:
         entries = sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
-    except Exception as error:  # one package's damaged list keeps Python from reading any
+    except Exception as error:  # damaged metadata of one package can break the listing of all
         plugins.append(Plugin(group, ANY, "", "?", f"entry points cannot be listed: {_reason(error)}"))
         entries = []
     for entry in entries:
         why_not = ""
         if entry.name in reserved:
-            why_not = "Headway has one of that name itself"
-        elif others := [_package(each) for each in entries if each.name == entry.name and each is not entry]:
-            verb = "use" if len(others) > 1 else "uses"
-            why_not = f"the package{'s' * (len(others) > 1)} {' and '.join(others)} {verb} the same name"
+            why_not = "Headway itself has one of that name"
+        elif rivals := [
+            _package(rival) for rival in entries if rival.name == entry.name and rival is not entry
+        ]:
+            verb = "use" if len(rivals) > 1 else "uses"
+            why_not = f"the package{'s' * (len(rivals) > 1)} {' and '.join(rivals)} {verb} the same name"
         else:
             try:
                 fitting = fits(entry.name, loaded := entry.load())
@@ -112,7 +114,7 @@ def loaded_plugins() -> list[Plugin]:
 
 
 def why_unusable(group: str, name: object) -> str:
-    """Why ``name``, which is none of the usable ones, is not; "" where nothing is known of it."""
+    """Why the plug-in ``name`` of an installed package cannot be used, in a sentence; "" if there is none."""
     for plugin in _loaded.get(group, ()):
         if plugin.why_not and plugin.name in (name, ANY):
             return f"the plug-in {plugin} cannot be used: {plugin.why_not}. {FIX}"
@@ -123,7 +125,7 @@ def why_unusable(group: str, name: object) -> str:
 
 
 def unknown(what: str, group: str, name: object, names: Iterable[str]) -> str:
-    """What is wrong with ``name``, which is none of the ``names`` that are usable in the ``group``."""
+    """The error message for ``name``, which is not one of the usable ``names`` of ``group``."""
     return why_unusable(group, name) or (
         f"unknown {what} {name!r}, expected one of {', '.join(names)}. Install the package that has it, or remove it "
         "from the plan"
@@ -131,10 +133,10 @@ def unknown(what: str, group: str, name: object, names: Iterable[str]) -> str:
 
 
 class PluginFaultError(PluginError):
-    """What a plug-in of another package raised where it was asked or called: it names both.
+    """A plug-in of another package raised an error; the message names the plug-in and its package.
 
-    ``what`` and ``name`` are the plug-in's, as in "codec" and "sign"; ``package`` is its package, and ``plugin`` says
-    all three.
+    ``what`` and ``name`` are the plug-in's kind and name, such as "codec" and "sign"; ``package`` is its package, and
+    ``plugin`` describes all three.
     """
 
     def __init__(self, what: str, plugin: object, reason: str) -> None:
@@ -147,10 +149,10 @@ class PluginFaultError(PluginError):
 
 @contextmanager
 def asking(what: str, plugin: object) -> Iterator[None]:
-    """Raise PluginFaultError for what ``plugin``, a strategy, pass, codec or reader of another package, raises in here.
+    """Turn errors raised by ``plugin``, a strategy, pass, codec or reader of another package, into PluginFaultError.
 
-    Headway's own errors, as of a pass that refuses a job, and what Headway's own plug-ins raise stay as they are. So
-    does OverflowError, which replay takes for times out of range.
+    Headway's errors (such as a pass that refuses a job), errors of Headway's own plug-ins, and OverflowError (times out
+    of range in replay) pass through unchanged.
     """
     try:
         yield
@@ -163,19 +165,19 @@ def asking(what: str, plugin: object) -> Iterator[None]:
 
 
 def is_own(plugin: object) -> bool:
-    """Whether a strategy, pass, codec or reader, or a class of such, is of Headway itself."""
+    """Whether a strategy, pass, codec or reader (or its class) is part of Headway."""
     return _module(plugin).partition(".")[0] == "headway"
 
 
 def answers(
-    what: str, asked: Iterable[tuple[str, T]], question: Callable[[T], A], *, needed: str = ""
+    what: str, named_plugins: Iterable[tuple[str, T]], question: Callable[[T], A], *, needed: str = ""
 ) -> Iterator[tuple[str, A]]:
-    """What each of the named strategies, passes, codecs or readers answers, with its name.
+    """Yield each named strategy's, pass's, codec's or reader's answer to ``question``, with its name.
 
-    One of another package that raises is left out, with a warning; Headway's own may raise. Raises PluginFaultError
-    where that is the strategy ``needed``.
+    Plug-ins of other packages that raise are skipped with a warning; errors of Headway's own pass through. Raises
+    PluginFaultError if the strategy ``needed`` fails.
     """
-    for name, plugin in asked:
+    for name, plugin in named_plugins:
         try:
             answer = question(plugin)
         except Exception as error:
@@ -192,16 +194,16 @@ def answers(
 
 
 def leave_out(fault: PluginFaultError, *, needed: str = "") -> None:
-    """Warn that a plug-in is left out. Raises ``fault`` where it is the strategy ``needed``, which was asked for."""
+    """Warn that a plug-in is left out. Raises ``fault`` if it is the strategy ``needed``."""
     if fault.what == "strategy" and fault.name == needed:
         raise fault
     warn(fault.package, f"the {fault.plugin} is left out: {fault.reason}")
 
 
 def warn(package: str, text: str) -> None:
-    """Print a warning about a package once: not again by processes that this one starts, nor by other ranks.
+    """Print a warning about a package once per command: not in child processes, and only on rank 0.
 
-    It is no ``warnings.warn``, which a script may have made an error.
+    It does not use ``warnings.warn``, which a script may turn into an error.
     """
     warned = os.environ.get(WARNED_VARIABLE, "").split(os.pathsep)
     if package in warned or not _is_first_rank():
@@ -211,7 +213,7 @@ def warn(package: str, text: str) -> None:
 
 
 def _is_first_rank() -> bool:
-    """Whether this process is rank 0, or no rank."""
+    """Whether this process is rank 0, or not a rank."""
     torch_distributed = sys.modules.get("torch.distributed")
     if (
         torch_distributed is not None
@@ -227,9 +229,9 @@ def _module(plugin: object) -> str:
 
 
 def _package_of(what: str, name: str) -> str:
-    """The package whose entry point of that name is used; "" where none is."""
-    usable = (each for each in _loaded.get(GROUPS[what], ()) if not each.why_not)
-    return next((each.package for each in usable if each.name == name), "")
+    """The package of the usable entry point of that name, or ""."""
+    usable = (candidate for candidate in _loaded.get(GROUPS[what], ()) if not candidate.why_not)
+    return next((candidate.package for candidate in usable if candidate.name == name), "")
 
 
 def _package(entry: EntryPoint) -> str:

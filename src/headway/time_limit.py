@@ -1,4 +1,4 @@
-"""Until when plans may be looked for: what takes long asks, and returns the best it has when time is up."""
+"""The time limit of a search: long computations check it, and return their best result when time is up."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TimeLimit:
-    """Time is up ``until_s`` on the clock of ``time.monotonic``, or never. ``cut_short``: somebody stopped for it."""
+    """A limit at ``until_s`` of ``time.monotonic``, or none. ``cut_short``: a computation stopped because of it."""
 
     until_s: float | None = None
     cut_short: bool = False
 
     @classmethod
     def of(cls, seconds: float | None) -> TimeLimit:
-        """So many seconds from now, or never."""
+        """A limit ``seconds`` from now, or none."""
         return cls(None if seconds is None else time.monotonic() + seconds)
 
     def is_over(self) -> bool:
-        """Whether time is up; whoever asks stops then."""
+        """Whether time is up; the caller must stop then."""
         over = self.until_s is not None and time.monotonic() >= self.until_s
         self.cut_short |= over
         return over
@@ -33,7 +33,7 @@ _current: ContextVar[TimeLimit] = ContextVar("time_limit", default=TimeLimit()) 
 
 @contextmanager
 def limited(limit: TimeLimit) -> Iterator[None]:
-    """Have ``time_is_up`` ask ``limit`` inside of the block."""
+    """Make ``time_is_up`` use ``limit`` within the block."""
     token = _current.set(limit)
     try:
         yield
@@ -42,5 +42,5 @@ def limited(limit: TimeLimit) -> Iterator[None]:
 
 
 def time_is_up() -> bool:
-    """Whether the time that plans may be looked for is over."""
+    """Whether the search's time is up."""
     return _current.get().is_over()

@@ -1,4 +1,4 @@
-"""Settings: a plan in the words of another tool, and what of the plan that tool has no words for."""
+"""Settings: a plan as settings for another tool, and the parts of it that the tool cannot express."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """What makes ``tool`` do as a plan says, as far as it can.
+    """Settings that make ``tool`` follow a plan, as far as it can.
 
-    ``gist`` says in a few words what it is made to do, ``lacks`` each part of the plan that it does not do, and what it
-    does instead; ``cautions`` are what these settings do besides. ``files`` are texts by name, ``arguments`` belong on
-    a command line, ``environment`` are variables, and ``use`` says where all of that goes. ``part`` is what the tool is
-    for.
+    ``gist`` says in a few words what they do; ``lacks`` are the parts of the plan that the tool cannot follow, and what
+    it does instead; ``cautions`` are side effects. ``files`` are texts by name, ``arguments`` belong on a command line,
+    ``environment`` are variables, and ``use`` says where all of these go. ``part`` is the task of the tool.
     """
 
     tool: str
@@ -28,11 +27,11 @@ class Settings:
 
     @property
     def complete(self) -> bool:
-        """Whether the tool does all that it is for."""
+        """Whether the tool can do its whole task."""
         return not self.lacks
 
     def sentence(self) -> str:
-        """Whether the tool can do as the plan says, in one sentence."""
+        """One sentence on how far the tool can follow the plan."""
         if self.complete:
             return f"{self.tool} can {self.part}: {self.gist}."
         left = "1 thing is" if len(self.lacks) == 1 else f"{len(self.lacks)} things are"

@@ -1,6 +1,6 @@
-"""Rates, durations, factors and options as people write them, and back; sizes and counts as text.
+"""Parses rates, durations, sizes, factors and options as users write them; formats rates, sizes and counts.
 
-Rates are bits a second with decimal prefixes, as network people write them (``400mbit``, ``10 Gbit/s``).
+Rates are bits a second with decimal prefixes, as usual for networks (``400mbit``, ``10 Gbit/s``).
 Sizes are bytes, written with decimal prefixes.
 """
 
@@ -81,34 +81,38 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
+def counted(number: int, singular: str, plural: str = "") -> str:
     """A number and what it counts: ``1 rank``, ``12,000 steps``."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 _CLOSING = {"[": "]", "{": "}"}
-LIST_FORM = "options with commas between them, lists in brackets: a=1,b=[2,3]"
+LIST_FORM = "comma-separated options, lists in brackets: a=1,b=[2,3]"
 
 
 def options_in(text: str, what: str, fault: Callable[..., UserError] = UserError) -> list[tuple[str, str]]:
     """The options of ``KEY=VALUE,KEY=VALUE``, in order; commas inside brackets or quotes belong to values.
 
-    Raises ``fault`` where an option has no value, or a bracket or quote is left open.
+    Raises ``fault`` for an option without a value, or an open bracket or quote.
     """
-    found: list[tuple[str, str]] = []
+    options: list[tuple[str, str]] = []
     for part in filter(None, _split(text, ",", what, fault)):
         key, equals, value = part.partition("=")
         if not equals:
-            fix = f"Write several values as a list: {found[-1][0]}=[{found[-1][1]},{part}]." if found else ""
+            fix = (
+                f"Write several values as a list: {options[-1][0]}=[{options[-1][1]},{part}]."
+                if options
+                else ""
+            )
             raise fault(f"{what}: an option has no value", got=repr(part), expected=LIST_FORM, fix=fix)
-        found.append((key.strip(), value.strip()))
-    return found
+        options.append((key.strip(), value.strip()))
+    return options
 
 
 def alternatives(text: str, most: int, what: str) -> list[str]:
-    """``NAME:KEY=VALUE|VALUE,...`` as a text for each combination of values; ``text`` alone where it has no ``|``.
+    """``NAME:KEY=VALUE|VALUE,...`` as one text per combination of values; ``text`` alone if it has no ``|``.
 
-    Raises UserError for more than ``most``, and where a bracket or quote is left open.
+    Raises UserError for more than ``most``, and for an open bracket or quote.
     """
     name, colon, rest = text.partition(":")
     if "|" not in rest:
@@ -124,7 +128,7 @@ def alternatives(text: str, most: int, what: str) -> list[str]:
 
 
 def _split(text: str, separator: str, what: str, fault: Callable[..., UserError]) -> list[str]:
-    """``text`` cut at separators that are neither in brackets nor in quotes."""
+    """Split ``text`` at separators that are neither in brackets nor in quotes."""
     parts, closing, quote, start = [], "", "", 0
     for place, character in enumerate(text):
         if quote:
@@ -136,9 +140,7 @@ def _split(text: str, separator: str, what: str, fault: Callable[..., UserError]
         elif closing and character == closing[0]:
             closing = closing[1:]
         elif character in "]}":
-            raise fault(
-                f"{what}: a bracket is closed that was not opened", got=repr(text), expected=LIST_FORM
-            )
+            raise fault(f"{what}: unmatched closing bracket", got=repr(text), expected=LIST_FORM)
         elif character == separator and not closing:
             parts.append(text[start:place])
             start = place + 1

@@ -72,7 +72,7 @@ def test_commands_that_are_wrong(tmp_path: Path, trace: Path) -> None:
     assert "workers" in refused(tmp_path, "replay", trace, "--what-if", "workers=0")
     assert "--steps" in refused(tmp_path, "record", "-o", tmp_path / "out", "--steps", "9:3", "--", "true")
     assert "no command" in refused(tmp_path, "record", "-o", tmp_path / "out")
-    assert "exists already" in refused(tmp_path, "record", "-o", trace, "--", "true")
+    assert "already exists" in refused(tmp_path, "record", "-o", trace, "--", "true")
     assert "cannot start" in refused(tmp_path, "record", "-o", tmp_path / "out", "--", "no-such-command")
     assert "RANK" in refused(tmp_path, "probe", "-o", tmp_path / "cluster.yaml")
     assert "No such command" in refused(tmp_path, "rekord")
@@ -93,7 +93,7 @@ def test_a_plan_cannot_be_written_where_nothing_can(tmp_path: Path, trace: Path)
 def test_the_demo_does_not_remove_what_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    assert "holds something else" in refused(tmp_path, "demo", "-o", tmp_path / "mine")
+    assert "contains other files" in refused(tmp_path, "demo", "-o", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
@@ -107,7 +107,7 @@ def test_the_demo_removes_only_what_a_demo_wrote(tmp_path: Path) -> None:
     (folder / "thesis.txt").unlink()
     (folder / ".headway-demo").unlink()
     (folder / "demo.json").unlink()
-    assert "holds something else" in refused(tmp_path, "demo", "-o", folder)
+    assert "contains other files" in refused(tmp_path, "demo", "-o", folder)
     assert (folder / "plan.yaml").exists()
 
 

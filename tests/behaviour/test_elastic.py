@@ -135,10 +135,10 @@ def test_without_it_another_number_of_workers_is_refused_and_so_is_another_model
     Plan.data_parallel(planned, 2, model_spec(net())).save(plan)
     refused = headway("run", "--plan", plan, "--", *job)
     assert refused.returncode == 2
-    assert "give --adapt" in refused.stderr
+    assert "use --adapt" in refused.stderr
     goes_on = headway("run", "--plan", plan, "--adapt", "--", *job)
     assert goes_on.returncode == 0, goes_on.stderr
-    assert "the plan is for 2 workers, and the job has 3: its schedule is tuned anew" in goes_on.stderr
+    assert "the plan is for 2 workers, and the job has 3: retuning its schedule" in goes_on.stderr
     Plan.data_parallel(planned, 2, model_spec(nn.Linear(2, 2))).save(plan)
     refused = headway("run", "--plan", plan, "--adapt", "--", *job)
     assert refused.returncode == 2

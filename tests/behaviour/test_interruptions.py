@@ -104,7 +104,7 @@ def test_the_steps_so_far_are_kept(
     trace = load_trace(out)
     assert set(trace.events) == {0, 1}, said
     assert trace.steps[:3] == (3, 4, 5)
-    assert f"headway: interrupted; {len(trace.steps)} steps kept, links and cores not measured" in said
+    assert f"headway: interrupted; {len(trace.steps)} steps recorded, links and cores not measured" in said
     assert diagnose(trace).verdict
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
 

@@ -207,5 +207,5 @@ def test_a_job_that_crashes_after_its_recorded_steps_leaves_its_trace(tmp_path: 
     assert done.returncode == 2
     assert json.loads(done.stdout)["kind"] == "recording"
     assert "printed by the job" in done.stderr
-    assert "holds the steps so far" in last_line(done.stderr)
+    assert "contains the steps up to then" in last_line(done.stderr)
     assert load_trace(tmp_path / "trace").steps == (3, 4, 5, 6, 7)

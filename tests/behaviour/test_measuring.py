@@ -83,7 +83,7 @@ def test_a_script_that_ends_first_is_timed_as_far_as_it_comes(tmp_path: Path) ->
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path, recorded: Path) -> None:
-    with pytest.raises(LaunchError, match="before all ranks had timed their steps"):
+    with pytest.raises(LaunchError, match="before all ranks finished their timed steps"):
         ShortRuns(torchrun("train_small.py", "--fault", "crash"), tmp_path, 2, STEP_MS).run(None, 10)
     wrong = tmp_path / "wrong.yaml"
     model = load_trace(recorded).model
@@ -105,7 +105,7 @@ def test_a_command_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     ("arguments", "said"),
     [
         (("--measure", "1"), "no command to run"),
-        (("--", "torchrun", "train.py"), "only to measure"),
+        (("--", "torchrun", "train.py"), "only used to measure"),
         (("--measure", "1", "--follow-network", "--", "torchrun", "train.py"), "follow the network"),
         (("--measure", "1", "--", "torchrun", "--nproc-per-node", "3", "train.py"), "3 workers"),
         (

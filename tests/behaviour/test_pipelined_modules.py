@@ -86,7 +86,7 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
             in said["no Sequential"]
         )
         assert "a pipeline computes the loss behind its last stage; got loss_fn=None" in said["no loss"]
-        assert "a pipeline takes no options of DDP; got bucket_cap_mb" in said["options of DDP"]
+        assert "a pipeline accepts no DDP options; got bucket_cap_mb" in said["options of DDP"]
         assert (
             "the model has fewer children than there are stages; got 2; expected at least 3"
             in said["few layers"]
@@ -114,7 +114,7 @@ def test_meshes_and_batches_that_do_not_fit_are_refused() -> None:
         assert "nothing says which ranks are a pipeline" in said["nothing said"]
         assert "got 4 ranks and 3 stages" in said["three stages"]
         assert "halved" in said["halved backwards"]
-        assert "mesh is for pipelines alone" in said["no pipeline"]
+        assert "mesh is only for pipelines" in said["no pipeline"]
         assert "the mesh is not the one that the plan is for; got 2 data x 2 pipeline" in said["another plan"]
         assert "the plan is for another world size; got 4 workers" in said["a larger plan"]
         assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes"]

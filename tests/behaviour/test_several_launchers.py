@@ -99,7 +99,7 @@ def test_a_host_that_dies_leaves_the_others_in_the_trace(tmp_path: Path) -> None
     os.killpg(second.pid, signal.SIGKILL)
     communicate(second, LIMIT_S)
     assert first.returncode == 2, said
-    assert "holds the steps so far" in said.splitlines()[-1]
+    assert "contains the steps up to then" in said.splitlines()[-1]
     trace = load_trace(tmp_path / "trace")
     assert trace.missing_ranks == (1,)
     assert "rank 1" in trace.manifest.notes[0]
@@ -116,6 +116,6 @@ def test_a_refusal_on_one_host_is_the_last_line_on_both(tmp_path: Path) -> None:
     for launcher, (printed, errors) in [(launcher, communicate(launcher, LIMIT_S)) for launcher in started]:
         assert launcher.returncode == 2, errors
         assert errors.splitlines()[-1].startswith(
-            "headway: ranks do not agree on the plan; got one for this model on rank 0, and one for another model"
+            "headway: ranks do not agree on the plan; got a plan for this model on rank 0, and for another model"
         )
         assert "stepped" not in printed

@@ -148,4 +148,4 @@ def test_a_threshold_is_a_number_of_percent(
 
 def test_one_form_at_a_time(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diagnose", str(traces / "before"), "--json", "--markdown"]) == 2
-    assert capsys.readouterr().err.startswith("headway: --json and --markdown exclude each other.")
+    assert capsys.readouterr().err.startswith("headway: --json and --markdown cannot be combined.")

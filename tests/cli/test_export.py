@@ -64,8 +64,8 @@ def test_refusals_are_one_line_and_status_2(
     (tmp_path / "empty").mkdir()
     target.write_text("mine")
     for arguments, complaint in (
-        ([str(trace), "--to", "perfetto", "-o", str(target)], "exists already"),
-        ([str(trace), "--to", "chakra", "-o", str(target)], "exists already"),
+        ([str(trace), "--to", "perfetto", "-o", str(target)], "already exists"),
+        ([str(trace), "--to", "chakra", "-o", str(target)], "already exists"),
         ([str(trace), "--to", "perfetto", "-o", str(tmp_path / "empty")], "is a folder"),
         ([str(trace), "--to", "perfetto", "-o", str(tmp_path / "no" / "file")], "cannot be written"),
         ([str(tmp_path / "no"), "--to", "perfetto", "-o", str(tmp_path / "new")], "not found"),

@@ -160,7 +160,7 @@ def test_it_is_recommended_only_where_allowed(capsys: pytest.CaptureFixture[str]
     said = json.loads(capsys.readouterr().out)
     assert (said["strategy"], said["recommended"]) == (pairs, False)
     assert run([*asked, pairs]) == 0
-    assert "This is no recommendation" in " ".join(capsys.readouterr().out.split())
+    assert "This is not a recommendation" in " ".join(capsys.readouterr().out.split())
     assert run([*asked, pairs, "--allow", "anything"]) == 2
 
 

@@ -74,7 +74,7 @@ def test_refusals_are_one_line_and_status_2(
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     for arguments, complaint in (
-        ([str(recordings), "-o", str(taken)], "the output exists already"),
+        ([str(recordings), "-o", str(taken)], "the output already exists"),
         ([str(recordings), "-o", str(taken / "below")], "cannot be written"),
         ([str(tmp_path / "no"), "-o", str(tmp_path / "new")], "nothing to import"),
         ([str(tmp_path / "empty"), "-o", str(tmp_path / "new")], "holds no file"),

@@ -47,7 +47,7 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
         (["diagnose", "trace", "--htlm", "x"], "See headway diagnose --help."),
         (
             ["record", "torchrun", "--nproc-per-node", "2", "train.py"],
-            "No such option '--nproc-per-node'. The command stands behind --: headway record … -- torchrun train.py.",
+            "No such option '--nproc-per-node'. The command goes after --: headway record … -- torchrun train.py.",
         ),
         (["predict", "bert-larg", "--cluster", "edr-100g-pcie"], "Did you mean bert-large?"),
         (["predict", "bert-large", "--cluster", "edr"], "Did you mean edr-100g-pcie?"),
@@ -139,5 +139,5 @@ def test_a_full_disk_is_one_line_and_status_2() -> None:
             check=False,
         )
     assert done.returncode == 2
-    assert done.stderr.startswith("headway: the output cannot be written")
+    assert done.stderr.startswith("headway: cannot write the output")
     assert done.stderr.count("\n") == 1

@@ -45,7 +45,7 @@ def test_a_plan_is_explained_choice_by_choice(tmp_path: Path, capsys: pytest.Cap
     assert len(text[: text.index(" a step. ")].split()) < 20
     assert explained["next_bottleneck"] in text
     assert "times the bandwidth" in text
-    assert "Each choice is added to those above it." in text
+    assert "Choices are cumulative, from top to bottom." in text
 
 
 def result(*gained: tuple[float, float], replayed_ms: float = 100.0) -> SearchResult:
@@ -97,7 +97,7 @@ def test_the_table_has_the_best_of_each_kind_and_what_needs_another_script_apart
     tables = [part for part in plans_tables(found, found.best(), every=False) if isinstance(part, Table)]
     assert [table.row_count for table in tables] == [2, 1]
     assert "as it is" in str(tables[0].title)
-    assert "change of the script" in str(tables[1].title)
+    assert "change to the script" in str(tables[1].title)
     every = [part for part in plans_tables(found, found.best(), every=True) if isinstance(part, Table)]
     assert [table.row_count for table in every] == [21, 1]
 

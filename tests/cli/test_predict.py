@@ -24,12 +24,12 @@ def test_one_collective(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(asked) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "for all-gather of 1.0 GB over 64 workers on 8 hosts, by ring, SIMPLE: " in lines[0]
-    assert lines[1].startswith("No algorithm that adds up on the workers takes less than ")
+    assert lines[1].startswith("No algorithm that reduces on the workers takes less than ")
     assert run([*asked, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["kind"], said["collective"], said["protocol"]) == ("collective", "all_gather", "simple")
     assert run(["predict", "--collective", "all-gather", "--cluster", CLUSTER]) == 2
-    assert "--collective and --bytes go together" in capsys.readouterr().err
+    assert "--collective and --bytes must be used together" in capsys.readouterr().err
 
 
 def test_measured_steps_correct_predictions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_measured_steps_correct_predictions(capsys: pytest.CaptureFixture[str]) 
     assert lines[0].startswith("50") or lines[0].startswith("49")
     assert lines[1].startswith("Calibrated: computation takes ")
     assert run([*asked, "--measured", "8=500ms", "--what-if", "bandwidth=2x"]) == 2
-    assert "--measured and --what-if do not go together" in capsys.readouterr().err
+    assert "--measured and --what-if cannot be combined" in capsys.readouterr().err
 
 
 def test_a_global_batch_is_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,8 +149,8 @@ def test_the_table_says_what_it_compares(capsys: pytest.CaptureFixture[str]) -> 
         assert min(own, key=lambda each: each["step_ms"])["may_be_fastest"]
     assert run(["predict", "resnet50", "--cluster", CLUSTER, "--workers", "8"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Every strategy has its default buckets here; tuned ones may be ranked otherwise." in text
-    assert "All steps may be off by ± " in text
+    assert "Every strategy uses its default buckets; tuned buckets may change the ranking." in text
+    assert "All steps share an error of up to ± " in text
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,9 @@ def test_the_links_of_a_recording_of_one_rank_are_said_to_be_assumed(
     for workers in ("4", "2x2"):
         lines = answered(trace, capsys, "--what-if", f"workers={workers}")
         (note,) = (line for line in lines if "assumed between workers" in line)
-        assert note.startswith("Note: One rank was recorded, and no link: 100 Gbit/s and a latency of ")
+        assert note.startswith(
+            "Note: One rank was recorded, so no link was measured: 100 Gbit/s and a latency of "
+        )
         assert "--cluster" in note
 
 

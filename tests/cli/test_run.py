@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cli.run import _Story, steps_in_words
+from headway.cli.run import _RunReporter, steps_in_words
 from headway.cluster import Cluster, Host
 from headway.integrations.launch import CommandOutcome
 from headway.integrations.reports import Report
@@ -35,12 +35,12 @@ def changed(**fields: object) -> Report:
     ("report", "words"),
     [
         (RANK_0, "over the last 115; predicted 70.0 ± 8.0, recorded before 100.0: 1.39 times as fast"),
-        (changed(step_ms=98.0), "no difference that stands out from noise, and not as predicted"),
-        (changed(step_ms=150.0), "slower, 1.50 times as long, and not as predicted"),
-        (changed(spread_ms=200.0), "no difference that stands out from noise"),
+        (changed(step_ms=98.0), "no difference beyond noise, not as predicted"),
+        (changed(step_ms=150.0), "slower, 1.50 times as long, not as predicted"),
+        (changed(spread_ms=200.0), "no difference beyond noise"),
         (changed(world_size=3), "72.0 ms a step, over the last 115; the plan's prediction is for 2 ranks"),
-        (changed(timed_steps=2, steps=7), "7 optimizer steps: too few to be timed"),
-        (changed(timed_steps=0, steps=0), "no optimizer step: too few to be timed"),
+        (changed(timed_steps=2, steps=7), "7 optimizer steps: too few to time"),
+        (changed(timed_steps=0, steps=0), "no optimizer step: too few to time"),
     ],
 )  # fmt: skip
 def test_steps_are_compared_with_what_was_predicted(report: Report, words: str) -> None:
@@ -50,11 +50,11 @@ def test_steps_are_compared_with_what_was_predicted(report: Report, words: str) 
 def test_of_the_recorded_plan_no_gain_is_claimed() -> None:
     made = plan()
     recorded = made.model_copy(update={"prediction": PREDICTION.model_copy(update={"recorded": made.digest})})
-    words = "recorded before 100.0: the same plan as recorded; the difference is the machine's"
+    words = "recorded before 100.0: the same plan as recorded, so the machine or its load changed"
     assert steps_in_words(recorded, RANK_0).endswith(words)
     assert steps_in_words(recorded, changed(step_ms=150.0)).endswith(words)
     same = changed(step_ms=101.0)
-    assert "no difference that stands out from noise" in steps_in_words(recorded, same)
+    assert "no difference beyond noise" in steps_in_words(recorded, same)
     edited = recorded.model_copy(
         update={"parallel": {"data": DistributedDataParallelStrategy(bucket_cap_mb=9)}}
     )
@@ -72,7 +72,7 @@ def test_a_plan_without_a_prediction_or_of_other_machines() -> None:
 def test_one_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     other = changed(rank=1)
     began = changed(steps=0, timed_steps=0)
-    story = _Story(plan(), quiet=False)
+    story = _RunReporter(plan(), quiet=False)
     story.look([changed(applied=False), other])
     assert capsys.readouterr().err == ""
     story.look([began, other])
@@ -87,9 +87,9 @@ def test_one_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture[
 
 
 def test_what_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = _Story(plan(), quiet=True)
+    quiet = _RunReporter(plan(), quiet=True)
     quiet.look([RANK_0])
     quiet.end(CommandOutcome(0, 0, (RANK_0,)))
-    elsewhere = _Story(plan(), quiet=False)  # rank 0 is another launcher's
+    elsewhere = _RunReporter(plan(), quiet=False)  # rank 0 is another launcher's
     elsewhere.end(CommandOutcome(0, 0, (changed(rank=1),)))
     assert capsys.readouterr().err == ""

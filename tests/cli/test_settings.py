@@ -98,7 +98,7 @@ def test_files_are_written_into_a_new_folder(
     assert (said["kind"], said["tool"], said["path"]) == ("settings", "FSDP2", str(out))
     assert {path.name: path.read_text() for path in out.iterdir()} == said["files"]
     assert run(arguments) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_rules_are_carried_over(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,15 +128,15 @@ def test_refusals_are_one_line_and_status_2(
         ([str(damaged), "--for", "ddp"], "missing"),
         ([groups, "--for", "ddp"], "DDP has no settings for this plan"),
         ([ddp, "--for", "fsdp2"], "FSDP2 has no settings for this plan"),
-        ([ddp, "--for", "nccl", "-o", str(out)], "takes no files"),
+        ([ddp, "--for", "nccl", "-o", str(out)], "needs no files"),
         ([decoupled, "--for", "fsdp2"], "Add --trace TRACE."),
         ([decoupled, "--for", "fsdp2", "--trace", str(tmp_path / "no")], "not found"),
         ([decoupled, "--for", "fsdp2", "--trace", str(other)], "another world size"),
-        ([decoupled, "--for", "ddp", "--channels", "4"], "--channels: not for ddp"),
+        ([decoupled, "--for", "ddp", "--channels", "4"], "--channels cannot be used with --for ddp"),
         ([decoupled, "--for", "nccl", "--append", ddp], "--channels too"),
         ([decoupled, "--for", "nccl", "--channels", "0"], "--channels"),
-        ([decoupled, "--for", "nccl", "-o", str(out)], "Leave out -o."),
-        ([decoupled, "--for", "megatron", "--trace", str(trace), "-o", str(out)], "takes no files"),
+        ([decoupled, "--for", "nccl", "-o", str(out)], "Remove -o."),
+        ([decoupled, "--for", "megatron", "--trace", str(trace), "-o", str(out)], "needs no files"),
     ):
         assert run(["settings", *arguments]) == 2, arguments
         (line,) = capsys.readouterr().err.strip().splitlines()
@@ -158,7 +158,7 @@ def test_of_the_recorded_plan_there_is_nothing_to_change(
     assert run(["settings", str(path), "--for", "ddp"]) == 0
     said = capsys.readouterr().out
     if options:  # it may have been headway run that applied them
-        assert "only where headway run applied it. Wrap the model with wrap()" in said
+        assert "only if headway run applied it while recording. Wrap the model with wrap()" in said
     else:
         assert said.splitlines()[1:] == ["Nothing to change: this is what was recorded."]
     assert run(["settings", str(path), "--for", "ddp", "-o", str(trace.parent / "out")]) == 0

@@ -18,24 +18,24 @@ from headway.integrations.reports import MAX_REPORT_BYTES, REPORTS_VARIABLE, rea
 def test_a_process_replaces_its_own_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path))
     monkeypatch.setenv("HEADWAY_HOST", "host3")
-    monkeypatch.setattr(reports, "_said", {})
-    assert reports.say(rank=1, world_size=2)
-    assert reports.say(refused="no\x1b[2J\nmore")
+    monkeypatch.setattr(reports, "_report", {})
+    assert reports.update(rank=1, world_size=2)
+    assert reports.update(refused="no\x1b[2J\nmore")
     (report,) = read_reports(tmp_path)
     assert (report.pid, report.rank, report.world_size) == (os.getpid(), 1, 2)
     assert (report.host, report.host_in_plans) == (socket.gethostname(), "host3")
     assert report.refused == "no [2J more"
-    assert reports.said("rank") == 1
+    assert reports.reported("rank") == 1
     reports.withdraw()
     assert read_reports(tmp_path) == (report,), "it has something to say"
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert reports.said("rank") is None, "a forked child is a process of its own"
+    assert reports.reported("rank") is None, "a forked child is a process of its own"
 
 
 def test_a_report_that_says_nothing_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(reports, "_said", {})
-    assert reports.say()
+    monkeypatch.setattr(reports, "_report", {})
+    assert reports.update()
     reports.withdraw()
     assert list(tmp_path.iterdir()) == []
 
@@ -46,18 +46,18 @@ def test_a_launcher_within_another_leaves_both_informed(
     outer, inner = tmp_path / "outer", tmp_path / "inner"
     outer.mkdir()
     inner.mkdir()
-    monkeypatch.setenv(REPORTS_VARIABLE, reports.heard_by({REPORTS_VARIABLE: str(outer)}, inner))
-    monkeypatch.setattr(reports, "_said", {})
-    assert reports.say(rank=0, applied=True)
+    monkeypatch.setenv(REPORTS_VARIABLE, reports.reports_value({REPORTS_VARIABLE: str(outer)}, inner))
+    monkeypatch.setattr(reports, "_report", {})
+    assert reports.update(rank=0, applied=True)
     assert [report.applied for report in (*read_reports(outer), *read_reports(inner))] == [True, True]
 
 
 def test_without_a_folder_nobody_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_said", {})
+    monkeypatch.setattr(reports, "_report", {})
     monkeypatch.delenv(REPORTS_VARIABLE, raising=False)
-    assert not reports.say(rank=0)
+    assert not reports.update(rank=0)
     monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path / "gone"))
-    assert not reports.say(rank=0)
+    assert not reports.update(rank=0)
     assert read_reports(tmp_path / "gone") == ()
 
 
@@ -85,16 +85,16 @@ def test_what_a_rank_has_started_is_left_alone_and_says_so_once(
     told: list[bool] = []
     done: set[int] = set()
     for _ in range(2):
-        activate._put_in_place(done, lambda: told.append(True))
+        activate._activate(done, lambda: told.append(True))
     assert told
-    assert not reports.say(refused="an error of its own")
+    assert not reports.update(refused="an error of its own")
     assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().err
-    assert said.count("headway: a process group of 1 rank that rank process") == 1
+    assert said.count("headway: ignoring a process group of 1 rank: it was started by rank process") == 1
     assert len(said.splitlines()) == 1
     assert reports.RANK_VARIABLE not in injected_environment(os.environ)
 
 
 def test_a_rank_is_not_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(reports.RANK_VARIABLE, str(os.getpid()))
-    assert not reports.is_below_a_rank()
+    assert not reports.is_started_by_rank()

@@ -40,7 +40,7 @@ class Job:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     made = Job(tmp_path)
     monkeypatch.setenv(reports.REPORTS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(reports, "_said", {})
+    monkeypatch.setattr(reports, "_report", {})
     monkeypatch.setattr("headway.integrations.planned.time.monotonic_ns", lambda: made.now_ns)
     hooks: list[StepHook] = []
     monkeypatch.setattr(planned, "after_every_step", lambda call: hooks.append(after_every_step(call)))

@@ -278,7 +278,7 @@ def test_plans_that_cannot_be_told_apart_are_named(replayer: Replayer) -> None:
     assert 0 < len(like) < len(found.candidates) - 1
     near_ms = max(abs(each.predicted_ms - best.predicted_ms) for each in like)
     assert near_ms <= max(each.uncertainty_ms for each in (best, *like))
-    assert doubts_of(best, like)[-1].startswith("Predictions cannot tell ")
+    assert doubts_of(best, like)[-1].startswith("Predictions cannot distinguish it from ")
     assert doubts_of(best, ()) == [WITHIN] * (best.changed and best.expected.may_gain_nothing)
 
 

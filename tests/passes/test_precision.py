@@ -130,7 +130,7 @@ def test_it_stands_first_in_a_plan() -> None:
     recompute = Recompute(modules=("0",))
     assert plan(WHOLE, recompute).passes == (WHOLE, recompute)
     for wrong in ((recompute, WHOLE), (WHOLE, MIDDLE)):
-        with pytest.raises(ValidationError, match="precision has to be the first pass"):
+        with pytest.raises(ValidationError, match="precision must be the first pass"):
             plan(*wrong)
 
 

@@ -39,11 +39,11 @@ from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files
 
-<!-- Written by `python -m tests.plan.reference`; a test holds it against the types. -->
+<!-- Written by `python -m tests.plan.reference`; a test compares it with the types. -->
 
 A plan is one YAML file: `headway optimize` writes it, `headway run --plan` and `headway.parallelize` carry it out, and
-`headway replay --plan` predicts it. It can be written by hand. What is not described here is refused, and so is a plan
-for another model, or for another number of workers unless it adapts.
+`headway replay --plan` predicts it. It can be written by hand. Unknown keys are refused, and so is a plan for another
+model, or for another number of workers unless it adapts.
 
     format: 2
     mesh: {data: 4}
@@ -53,9 +53,9 @@ for another model, or for another number of workers unless it adapts.
     model: {parameters: 62, size_bytes: 51200000, fingerprint: 0123456789abcdef}
 
 The strategy of a dimension acts on the groups of ranks that differ in that dimension alone: with
-`{pipeline: 2, data: 2}`, the strategy of `data` acts on ranks 0 and 1, and on ranks 2 and 3. Of several dimensions,
-pipelines whose stages are trained with `ddp` or `decoupled` are predicted and carried out; whatever is asked to do so
-with another combination refuses it.
+`{pipeline: 2, data: 2}`, the strategy of `data` acts on ranks 0 and 1, and on ranks 2 and 3. The only
+supported combination of dimensions is a pipeline whose stages are trained with `ddp` or `decoupled`; others are
+refused.
 
 Plans that said `decoupled` with `tune`, `adapt` or `begin_as` are read as plans of `adaptive`, and mean the same.
 Plans of format 1 (`strategy` and `world_size` instead of `mesh` and `parallel`) are read as plans of one dimension.
@@ -68,17 +68,17 @@ Below the name of a dimension is the name of one strategy, and below that are it
 
 CODECS_HEAD = """### Codecs
 
-What buckets are sent as, each an entry of `wire`, named by `codec`. [Compressed gradients](compression.md) says what
-each does. Other packages may add some under the entry point group `headway.codecs`.
+How buckets are compressed: entries of `wire`, named by `codec`. [Compressed gradients](compression.md) explains
+them. Other packages may add codecs under the entry point group `headway.codecs`.
 """
 
 PASSES = """## Passes
 
-The name of one pass, with its options below it. [Passes](passes.md) says what they do. Other packages may add some
+The name of one pass, with its options below it. [Passes](passes.md) explains them. Other packages may add passes
 under the entry point group `headway.passes`.
 """
 
-# What each type is called in the column of values, and the section that describes it.
+# The name of each type in the column of values, and the anchor of the section that describes it.
 SECTIONS: dict[type, tuple[str, str]] = {
     Strategy: ("strategy", "strategies"),
     Pass: ("pass", "passes"),
@@ -114,7 +114,7 @@ LIMITS |= {"max_length": "length at most"}
 
 
 def page() -> str:
-    """The whole page, as Markdown; of strategies and passes those that come with Headway."""
+    """The page as Markdown, with the strategies and passes that ship with Headway."""
     parts = [HEAD, *_section("The plan", Plan)]
     parts += [*_section("`model`", PlannedModel), *_section("`prediction`", Prediction), STRATEGIES]
     for name in list(plugins())[: len(SHIPPED)]:
@@ -128,8 +128,8 @@ def page() -> str:
     for name, kind in SHIPPED_PASSES.items():
         parts += _section(f"`{name}`", kind, level=3)
     parts += _section("`cluster`", Cluster)
-    for each in OF_CLUSTERS:
-        parts += _section(SECTIONS[each][0].capitalize(), each, level=3)
+    for schema in OF_CLUSTERS:
+        parts += _section(SECTIONS[schema][0].capitalize(), schema, level=3)
     return "\n".join(parts)
 
 
@@ -144,7 +144,7 @@ def _section(title: str, model: type, level: int = 2) -> Iterator[str]:
 
 
 def _attribute_docstrings(model: type) -> dict[str, str]:
-    """The string below each field. Read here, as pydantic would read them at every import of the class."""
+    """The string below each field. Parsed here, since pydantic would do so at every import of the class."""
     (parsed,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(parsed, ast.ClassDef)
     return {
@@ -174,12 +174,14 @@ def _one_line(text: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    return _type_name(field.annotation) + "".join(f", {said}" for said in map(_limit, field.metadata) if said)
+    return _type_name(field.annotation) + "".join(
+        f", {limit}" for limit in map(_limit, field.metadata) if limit
+    )
 
 
 def _type_name(kind: Any) -> str:
     names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
-    arguments = [each for each in get_args(kind) if each is not Ellipsis]
+    arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
     origin = getattr(kind, "__origin__", None)
     if kind in names:
         return names[kind]
@@ -188,19 +190,19 @@ def _type_name(kind: Any) -> str:
     if origin is dict:
         return f"mapping of {_type_name(arguments[0])} to {_type_name(arguments[1])}"
     if arguments and all(isinstance(argument, str | int) for argument in arguments):  # a literal
-        return " or ".join(f"`{each}`" for each in arguments)
+        return " or ".join(f"`{argument}`" for argument in arguments)
     if hasattr(kind, "__metadata__"):
         return _type_name(arguments[0])
     if arguments:
-        return " or ".join(_type_name(each) for each in arguments)
+        return " or ".join(_type_name(argument) for argument in arguments)
     name, anchor = SECTIONS[kind]
     return f"[{name}](#{anchor})"
 
 
 def _limit(constraint: Any) -> str:
-    for attribute, said in LIMITS.items():
+    for attribute, words in LIMITS.items():
         if (value := getattr(constraint, attribute, None)) is not None:
-            return f"{said} {int(value):,}" if value == int(value) else f"{said} {value:g}"
+            return f"{words} {int(value):,}" if value == int(value) else f"{words} {value:g}"
     return ""
 
 

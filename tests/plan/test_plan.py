@@ -76,7 +76,7 @@ SMALL = "{size_bytes: 9, reduce_scatter: direct, all_gather: ring}"
         (
             "mesh: {data: 2}",
             "mesh: {pipeline: 2}",
-            "parallel needs a strategy for each of pipeline, has one for data",
+            "parallel needs a strategy for each of pipeline, got one for data",
         ),
         ("  data:\n", "  Data:\n", "Data"),
         ("passes: []", "passes: [{levitation: {}}]", "unknown pass 'levitation'"),
@@ -112,7 +112,7 @@ def test_passes_of_a_pipeline_are_refused_and_not_overlooked(tmp_path: Path) -> 
     text = path.read_text()
     assert Plan.load(path).strategy == PipelineStrategy(micro_batches=4)
     path.write_text(text.replace("passes: []", "passes: [{accumulate: {micro_batches: 2}}]"))
-    with pytest.raises(PlanError, match="passes are not applied to the stages of a pipeline, has accumulate"):
+    with pytest.raises(PlanError, match="a pipeline takes no passes, got accumulate"):
         Plan.load(path)
 
 

@@ -1,4 +1,4 @@
-"""``headway coordinate``: the coordinator of a job whose workers average in groups."""
+"""``headway coordinate``: run the coordinator of a partial all-reduce job."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ MOST_DESCRIPTORS = 65_536
 
 @click.command()
 @click.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, show_default=True,
-              help="The address at which workers reach it; port 0 takes a free one.")  # fmt: skip
+              help="The address to listen on; port 0 picks a free port.")  # fmt: skip
 @click.option("--secret-file", type=click.Path(path_type=Path, dir_okay=False),
-              help="A file with the secret that workers must know; needed on any address but loopback.")  # fmt: skip
+              help="A file with the secret shared with workers; required unless the address is loopback.")  # fmt: skip
 @click.option("--new-secret", type=click.Path(path_type=Path, dir_okay=False),
-              help="Write a new secret into this file, and end.")  # fmt: skip
+              help="Write a new secret to this file, and exit.")  # fmt: skip
 @click.option("--journal", type=click.Path(path_type=Path, dir_okay=False),
-              help="Keep the state in this file, and go on from it after a crash.")  # fmt: skip
+              help="Keep the state in this file, to resume after a crash.")  # fmt: skip
 @click.option("--lease", metavar="TIME", default="10s", show_default=True,
-              help="How long a worker may be silent before it is taken for dead.")  # fmt: skip
+              help="How long a worker may be silent before it counts as dead.")  # fmt: skip
 @click.option("--generator", metavar="NAME[:OPTION=VALUE,…]", default="first-come", show_default=True,
               help=f"Which workers average together: {', '.join(names())}.")  # fmt: skip
 @click.option("--plan", type=click.Path(path_type=Path, dir_okay=False),
-              help="Take generator, options and seed from this plan, of partial all-reduce.")  # fmt: skip
+              help="Take generator, options and seed from this plan for partial all-reduce.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
               help="The seed of random groups.")  # fmt: skip
 @click.option(
-    "--metrics", metavar="[HOST:]PORT", help="Serve metrics for Prometheus there; on loopback by default."
+    "--metrics",
+    metavar="[HOST:]PORT",
+    help="Serve Prometheus metrics at this address; on loopback by default.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as one line of JSON.")
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
@@ -62,8 +64,8 @@ def coordinate(
 
     headway coordinate --listen 10.0.0.1:29650 --secret-file secret --journal job.journal
 
-    The first line on stdout says the address; lines on stderr say which workers come and go. After a crash, start
-    it again with the same options: workers train on alone meanwhile, and come back by themselves.
+    The first line on stdout is the address; stderr logs workers that join and leave. After a crash, start it again
+    with the same options: meanwhile workers keep training alone, and they reconnect by themselves.
     """
     from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice, ServiceOptions
     from headway.strategies.partial_all_reduce.coordinator.prometheus import (
@@ -95,8 +97,10 @@ def coordinate(
 
     def ready(address: str) -> None:
         if as_json:
-            said = files.document("coordinator", address=address, metrics_port=port.port if port else None)
-            text = json.dumps(said)
+            document = files.document(
+                "coordinator", address=address, metrics_port=port.port if port else None
+            )
+            text = json.dumps(document)
         else:
             text = f"coordinator at {address}" + (f", metrics on port {port.port}" if port else "")
         print(text, flush=True, file=sys.stdout)
@@ -110,7 +114,7 @@ def coordinate(
 
 
 def _raise_descriptor_limit() -> None:
-    """Each worker and each stranger takes a descriptor: have as many as the system allows, instead of some 1000."""
+    """Raise the limit of file descriptors from about 1000 to the system's maximum: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -119,7 +123,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # nobody may read it any more: the job goes on
+    with suppress(OSError):  # stderr may be closed: the job goes on
         click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
 
 
@@ -132,7 +136,7 @@ def _planned(path: Path) -> GeneratorChoice:
     if not isinstance(strategy, PartialAllReduceStrategy) or strategy.is_static:
         raise PlanError(
             "the plan needs no coordinator", got=strategy.describe(),
-            expected="partial all-reduce whose groups are not static", fix="Leave out --plan, or the coordinator.",
+            expected="partial all-reduce with groups that are not static", fix="Leave out --plan, or the coordinator.",
         )  # fmt: skip
     return choice_of(strategy)
 
@@ -140,4 +144,4 @@ def _planned(path: Path) -> GeneratorChoice:
 def _metrics_address(text: str) -> tuple[str, int]:
     from headway.strategies.partial_all_reduce.coordinator.transport import parse_address
 
-    return parse_address(text if ":" in text else f"127.0.0.1:{text}", "the address of metrics")
+    return parse_address(text if ":" in text else f"127.0.0.1:{text}", "the metrics address")

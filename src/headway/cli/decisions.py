@@ -1,4 +1,4 @@
-"""``headway decisions``: what was decided while a job trained, and why."""
+"""``headway decisions``: the decisions made while a job trained, and why."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_LISTED = 40
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw them: write an HTML page to this file.",
+    help="Write a page with charts of the decisions to this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def decisions(file: Path, html: Path | None, as_json: bool) -> None:
-    """Print what was decided in a run while it trained, and why. headway run --decisions FILE wrote the file.
+    """Print the decisions made during a run, and why. FILE was written by headway run --decisions FILE.
 
-    Decisions in a row that differ in numbers alone take one line.
+    Consecutive decisions that differ only in numbers share one line.
     """
     from rich.table import Table
 
@@ -57,16 +57,16 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
             steps + (f" of start {start + 1}" if numbers[-1] else ""),
             words.duration(last.measured_ms),
             words.plain(decision),
-            words.plain(last.reason) + (f" (so decided {len(alike)} times)" if len(alike) > 1 else ""),
+            words.plain(last.reason) + (f" (decided {len(alike)} times)" if len(alike) > 1 else ""),
         )
     answers.print(table)
     if len(rows) > MAX_LISTED:
-        answers.print(f"{len(rows) - MAX_LISTED} earlier lines are left out; --json has every decision.")
+        answers.print(f"{len(rows) - MAX_LISTED} earlier lines are not shown; --json lists every decision.")
     if html is not None:
         error_console().print(f"Wrote {html}")
 
 
 def _alike_in_a_row(entries: list[Entry], starts: list[int]) -> list[tuple[list[Entry], int]]:
-    """Decisions of one kind that follow each other, and in which start of the job they were made."""
+    """Groups consecutive decisions of one kind, each with the number of the job's (re)start that they belong to."""
     pairs = groupby(zip(entries, starts, strict=True), key=lambda pair: (pair[0].kind, pair[1]))
     return [([entry for entry, _ in alike], start) for (_, start), alike in pairs]

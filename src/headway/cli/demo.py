@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headway.demo.loop import DemoResult
 
 MARKER = ".headway-demo"
-# Every name that the demo gives to what it writes in its folder: nothing else is ever removed.
+# All names that the demo writes in its folder: nothing else is ever removed.
 WRITTEN = frozenset((
     MARKER, "demo.json", "trace", ".trace.recording", "cluster.yaml", "curve.json", "report.html", "plan.yaml",
     "plan-1.yaml", "plan-2.yaml", "plan-ddp.yaml", "plan-decoupled.yaml",
@@ -26,16 +26,20 @@ WRITTEN = frozenset((
 
 @click.command()
 @click.option("-o", "--output", "folder", type=click.Path(path_type=Path), default=Path("headway-demo"),
-              show_default=True, help="Where to put trace, plans and report; replaces an earlier demo.")  # fmt: skip
+              show_default=True, help="The folder for trace, plans and report; replaces an earlier demo.")  # fmt: skip
 @click.option(
-    "--model", type=click.Choice(["gpt", "digits"]), default="gpt", show_default=True, help="What is trained."
+    "--model",
+    type=click.Choice(["gpt", "digits"]),
+    default="gpt",
+    show_default=True,
+    help="The model to train.",
 )
 @click.option(
     "--workers", type=click.IntRange(2, 4), default=2, show_default=True, help="The number of workers."
 )
-@click.option("--rate", default="200mbit", show_default=True, help="The rate of every worker's link.")
+@click.option("--rate", default="200mbit", show_default=True, help="The rate of each worker's link.")
 @click.option(
-    "--rounds", type=click.IntRange(1, 20), default=2, show_default=True, help="How often every plan is run."
+    "--rounds", type=click.IntRange(1, 20), default=2, show_default=True, help="How often each plan runs."
 )
 @click.option(
     "--mode",
@@ -46,7 +50,7 @@ WRITTEN = frozenset((
 )
 @click.option(
     "--quick", is_flag=True,
-    help="The same loop in some two minutes: smaller batches, and one plan besides stock DDP.",
+    help="A shorter demo of about two minutes: smaller batches, and one plan besides stock DDP.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def demo(
@@ -55,7 +59,7 @@ def demo(
     """Record a small training job over a slow link, find a better plan, run it and compare."""
     from headway.lab.spec import parse_spec
 
-    # What cannot be is refused before an earlier demo is removed.
+    # Check the options before removing an earlier demo.
     lab = parse_spec({"hosts": workers, "rate": rate}, "the demo's lab")
     _make_room(folder)
 
@@ -88,9 +92,9 @@ def demo(
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what an earlier demo wrote in ``folder``; refuse a folder that holds anything else.
+    """Remove an earlier demo's files from ``folder``; refuse a folder with any other files.
 
-    Raises LaunchError, before anything is removed, where ``folder`` is no folder, or not a demo's alone.
+    Raises LaunchError, before anything is removed, if ``folder`` is not a folder or contains other files.
     """
     try:
         if folder.is_symlink() and not folder.exists():
@@ -111,26 +115,27 @@ def _make_room(folder: Path) -> None:
 
 
 def _earlier_demo(folder: Path) -> list[Path]:
-    """What an earlier demo left in ``folder``, its marker last."""
+    """The files of an earlier demo in ``folder``, its marker last."""
     there = sorted(folder.iterdir(), key=lambda path: (path.name == MARKER, path.name))
     foreign = [path.name for path in there if path.name not in WRITTEN]
     marked = any(path.name in (MARKER, "demo.json") and path.is_file() for path in there)
     if foreign or (there and not marked):
         raise LaunchError(
-            "the demo's folder holds something else", got=(foreign or [there[0].name])[0],
-            expected=f"a new or an earlier demo's folder at {folder}", fix="Choose another with -o.",
+            "the demo's folder contains other files", got=(foreign or [there[0].name])[0],
+            expected=f"a new folder, or that of an earlier demo, at {folder}", fix="Choose another with -o.",
         )  # fmt: skip
     return there
 
 
 def _show(result: DemoResult) -> None:
     assert result.chosen is not None
-    assert result.found is not None
+    assert result.search_result is not None
     assert result.diagnosis is not None
     console = output.console()
     if result.keeps_recorded:
         console.print(
-            f"Keep stock DDP: no plan was faster by more than rounds differ ({result.stock.median_ms:.1f} ms a step)."
+            "Keep stock DDP: no plan was faster by more than the noise between rounds "
+            f"({result.stock.median_ms:.1f} ms a step)."
         )
     else:
         console.print(
@@ -162,19 +167,19 @@ def _show(result: DemoResult) -> None:
         else f"at most {result.loss_difference:.2e} apart"
     )
     console.print(
-        f"Replay reproduces the recorded step with an error of {result.found.reproduction_error:+.1%}; no plan can "
-        f"take less than {result.found.bound_ms:.1f} ms. Losses under all plans are {same}."
+        f"Replay reproduces the recorded step with an error of {result.search_result.reproduction_error:+.1%}; "
+        f"no plan can take less than {result.search_result.bound_ms:.1f} ms. Losses under all plans are {same}."
     )
-    if not result.found.can_rank:
+    if not result.search_result.can_rank:
         console.print(
-            "The machine was busy while recording: predictions are unreliable, measurements decide."
+            "The machine was busy while recording: predictions are unreliable, so measurements decide."
         )
     elif result.has_machine_changed:
         console.print(
             "The machine changed after the recording: stock DDP was predicted at "
-            f"{result.stock.candidate.predicted_ms:.1f} ms a step and measured at {result.stock.median_ms:.1f}. So "
-            "predictions are unreliable, measurements decide."
+            f"{result.stock.candidate.predicted_ms:.1f} ms a step and measured at {result.stock.median_ms:.1f}. "
+            "Predictions are unreliable, so measurements decide."
         )
-    console.print("Computation is real, with one thread a worker; only the links are emulated, by the lab.")
+    console.print("Computation is real, with one thread per worker; only the links are emulated.")
     console.print(f"Report: {result.report}")
     console.print(f"Plan: {(result.folder / 'plan.yaml').absolute()}")

@@ -1,4 +1,4 @@
-"""``headway diagnose``: where the time of a recorded job went, and which ranks are to blame."""
+"""``headway diagnose``: explain where the time of a recorded job went, and which ranks are to blame."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.errors import one_line
 if TYPE_CHECKING:
     from headway.diagnosis import Diagnosis
 
-PATIENCE_S = 2.0  # what takes longer says so
+PATIENCE_S = 2.0  # tasks that take longer say so
 
 
 @click.command("diagnose")
@@ -32,7 +32,7 @@ PATIENCE_S = 2.0  # what takes longer says so
     "--cluster",
     "cluster_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Compare links with the rates in this cluster file.",
+    help="Compare the links with the rates in this cluster file.",
 )
 @click.option(
     "--baseline",
@@ -40,15 +40,15 @@ PATIENCE_S = 2.0  # what takes longer says so
     multiple=True,
     metavar="TRACE",
     type=click.Path(path_type=Path),
-    help="Compare with this trace; exit with status 1 if the step became longer than --threshold and noise allow. "
-    "May be repeated: several runs of the job show by how much runs differ.",
+    help="Compare with this trace; exit with status 1 if the step is longer by more than --threshold and noise. "
+    "May be repeated: several baselines show how much runs vary.",
 )
 @click.option(
     "--threshold",
     type=click.FloatRange(min=0),
     default=5.0,
     show_default=True,
-    help="By how many percent the step may be longer than the baseline's.",
+    help="How much longer than the baseline's the step may be, in percent.",
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a summary in GitHub's Markdown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -61,11 +61,11 @@ def diagnose(
     as_markdown: bool,
     as_json: bool,
 ) -> int:
-    """Say where the time of the job recorded in TRACE went, and which ranks are to blame."""
+    """Explain where the time of the job recorded in TRACE went, and which ranks are to blame."""
     if as_json and as_markdown:
-        raise click.UsageError("--json and --markdown exclude each other.")
+        raise click.UsageError("--json and --markdown cannot be combined.")
     if not math.isfinite(threshold):
-        raise click.BadParameter("a finite percentage is expected.", param_hint="--threshold")
+        raise click.BadParameter("expected a finite percentage.", param_hint="--threshold")
     from headway.cluster import Cluster
     from headway.diagnosis import diagnose as diagnose_trace
     from headway.diagnosis.comparison import compare, unlike
@@ -76,19 +76,19 @@ def diagnose(
     if html is not None:
         from headway.report.timeline import require_bokeh
 
-        require_bokeh()  # before the work, not after it
+        require_bokeh()  # fail before the work
     cluster = Cluster.load(cluster_file) if cluster_file else None
     with _patience(words, "Reading the trace"):
         trace = load_trace(folder)
     with _patience(words, "Diagnosing"):
-        found = diagnose_trace(trace, cluster)
+        diagnosis = diagnose_trace(trace, cluster)
         before: list[Diagnosis] = []
         differs: list[str] = []
         for baseline in baselines:
             base = load_trace(baseline)
             differs.append(unlike(trace, base))
             before.append(diagnose_trace(base))
-    comparison = compare(found, *before, threshold=threshold / 100) if before else None
+    comparison = compare(diagnosis, *before, threshold=threshold / 100) if before else None
     for sentence in dict.fromkeys(filter(None, differs)):
         words.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
@@ -96,19 +96,19 @@ def diagnose(
         from headway.report.page import write_html
 
         with _patience(words, "Drawing"):
-            write_html(trace, found, html, Baseline.of(baselines, before, comparison))
+            write_html(trace, diagnosis, html, Baseline.of(baselines, before, comparison))
     if as_json:
-        document = found.to_document()
+        document = diagnosis.to_document()
         if comparison is not None:
             document["baseline"] = comparison.to_document()
         click.echo(files.dump_json(document), nl=False)
     elif as_markdown:
-        click.echo(markdown(found, comparison), nl=False)
+        click.echo(markdown(diagnosis, comparison), nl=False)
     else:
         console = Console()
         if comparison is not None:
             console.print(Text(comparison.sentence, style="bold"), soft_wrap=True)
-        print_diagnosis(found, console)
+        print_diagnosis(diagnosis, console)
         _print_next(console, folder, plannable=bool(trace.model.parameters))
     if html is not None:
         words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
@@ -116,7 +116,7 @@ def diagnose(
 
 
 def _print_next(console: Console, folder: Path, *, plannable: bool) -> None:
-    """Name the next command, unless it would refuse the trace."""
+    """Print the next command, unless it would reject the trace."""
     if plannable:
         command = f"headway optimize {shlex.quote(str(folder))} -o plan.yaml"
         console.print(Text(f"Next: {one_line(command)}"), soft_wrap=True)
@@ -124,7 +124,7 @@ def _print_next(console: Console, folder: Path, *, plannable: bool) -> None:
 
 @contextmanager
 def _patience(console: Console, doing: str) -> Iterator[None]:
-    """Say on ``console`` what is being done once it has taken two seconds."""
+    """Print ``doing`` on ``console`` if the block takes more than two seconds."""
     status = console.status(f"{doing} …")
 
     def show() -> None:

@@ -1,4 +1,4 @@
-"""``headway export``: a trace for other tools."""
+"""``headway export``: write a trace in formats of other tools."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PERFETTO, CHAKRA, GOAL = "perfetto", "chakra", "goal"
     "--output",
     type=click.Path(path_type=Path),
     required=True,
-    help="The file or folder to write; a Perfetto file is compressed where its name ends in .gz.",
+    help="The file or folder to write; a Perfetto file is compressed if its name ends in .gz.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
-    """Write TRACE for other tools."""
+    """Write TRACE in a format of another tool."""
     from headway.trace.folder import load_trace
 
     files.check_absent(output)
@@ -44,7 +44,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
 
         if output.is_dir():
             raise UserError("the output is a folder", got=output, expected="the name of a new file")
-        require_perfetto()  # before the work, not after it
+        require_perfetto()  # fail before the work
         trace = load_trace(folder)
         with output_of.progress("Exporting") as show:
             write_perfetto(trace, output, show)
@@ -60,7 +60,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
             operations = GoalWriter(*replayer.lay_out()).write(output)
         notes = list(replayer.lacks)
         written = [output]
-        following = "make it binary with txt2bin and play it with LogGOPSim"
+        following = "convert it with txt2bin and simulate it with LogGOPSim"
     else:
         from headway.interop.exporters.chakra import write_chakra
 

@@ -1,4 +1,4 @@
-"""``headway import``: what other tools recorded, as a trace."""
+"""``headway import``: convert other tools' recordings to a trace."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ MAX_SHOWN = 20
     metavar="FORMAT",
     default="auto",
     show_default=True,
-    help=f"The format of every file in SOURCE: {', '.join(reader.name for reader in SHIPPED)}, or what the reader of "
-    "an installed package reads.",
+    help=f"The format of all files in SOURCE: {', '.join(reader.name for reader in SHIPPED)}, or that of an installed "
+    "reader.",
 )
-@click.option(
-    "--lenient", is_flag=True, help="Keep what can be kept of damaged input, and say what was dropped."
-)
+@click.option("--lenient", is_flag=True, help="Skip damaged parts of the input, and list what was dropped.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json: bool) -> None:
-    """Turn other tools' traces into a trace. SOURCE is a file, a folder or an archive."""
+    """Convert another tool's recording to a trace. SOURCE is a file, a folder or an archive."""
     _require_readers()
     from headway.interop.readers.importing import import_trace
 
@@ -75,11 +73,11 @@ def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json
 
 
 def _require_readers() -> None:
-    """Raise UserError where the library that documents are decoded with is not installed."""
+    """Raise UserError if the library that decodes the files is not installed."""
     try:
         import msgspec  # noqa: F401
     except ImportError:
         raise UserError(
-            "reading other tools' traces needs msgspec, which is not installed",
+            "importing traces needs msgspec, which is not installed",
             fix=f"Run: {how_to_install('traces')}.",
         ) from None

@@ -1,4 +1,4 @@
-"""``headway lab``: a cluster on this machine."""
+"""``headway lab``: run commands on a cluster emulated on this machine."""
 
 from __future__ import annotations
 
@@ -30,19 +30,28 @@ def lab() -> None:
 @click.argument("spec", required=False, metavar="[SPEC] -- COMMAND", type=click.Path(path_type=Path))
 @click.option("--hosts", type=int, help="Number of hosts.")
 @click.option("--workers-per-host", type=int, help="Ranks on each host.")
-@click.option("--rate", metavar="RATE", help="Every link's rate, both directions, such as 400mbit.")
-@click.option("--up", metavar="RATE", help="Every link's rate out of the host.")
-@click.option("--down", metavar="RATE", help="Every link's rate into the host.")
-@click.option("--slow", metavar="RANK=SHARE", multiple=True, help="Let a rank run this share of the time.")
+@click.option("--rate", metavar="RATE", help="The rate of every link in both directions, such as 400mbit.")
+@click.option("--up", metavar="RATE", help="The rate of every link out of its host.")
+@click.option("--down", metavar="RATE", help="The rate of every link into its host.")
+@click.option("--slow", metavar="RANK=SHARE", multiple=True, help="Limit a rank to this share of the time.")
 @click.option(
     "--slow-by",
     type=click.Choice(get_args(SlowBy)),
-    help="Slow ranks by a CPU quota or by stopping them; auto, the default, uses quotas where permitted.",
+    help="How to slow ranks: by CPU quota or by stopping them; auto, the default, uses quotas if permitted.",
 )
 @click.option(
-    "--pace", metavar="RANK=FACTOR", multiple=True, help="Multiply the times of a rank's paced device."
+    "--pace",
+    metavar="RANK=FACTOR",
+    multiple=True,
+    help="Multiply the times of a rank's emulated device by this factor.",
 )
-@click.option("--at", "events", metavar='"TIME EVENT"', multiple=True, help=f"A change: {EVENT_FORM}.")
+@click.option(
+    "--at",
+    "events",
+    metavar='"TIME EVENT"',
+    multiple=True,
+    help=f"A change while the job runs: {EVENT_FORM}.",
+)
 @click.option(
     "--mode", type=click.Choice(MODES), default="auto", show_default=True, help="How to isolate hosts."
 )
@@ -51,9 +60,9 @@ def lab() -> None:
     metavar="TIME",
     default=f"{DEFAULT_GRACE_S:g}s",
     show_default=True,
-    help="How long the other ranks may go on after one fails, and how long they may then take to end.",
+    help="How long other ranks may continue after one fails, and how long they may then take to exit.",
 )
-@click.option("--timeout", metavar="TIME", help="End the ranks after this long, with status 124.")
+@click.option("--timeout", metavar="TIME", help="Stop the ranks after this time, with exit status 124.")
 @click.option("--no-prefix", is_flag=True, help="Do not print [rank N] before lines.")
 @click.pass_context
 def run_command(ctx: click.Context, /, spec: Path | None, **flags: Any) -> None:
@@ -61,8 +70,8 @@ def run_command(ctx: click.Context, /, spec: Path | None, **flags: Any) -> None:
 
     headway lab run --hosts 2 --rate 400mbit -- python train.py
 
-    SPEC is a lab file (YAML). Options override it, or describe the lab without it. The exit status is that of
-    the rank that failed first, or 0.
+    SPEC is a lab file (YAML); options override it or replace it. The exit status is that of the first rank that
+    fails, or 0.
     """
     command = trailing_command(ctx)
     wanted = _spec(load_spec(spec) if spec else None, flags)
@@ -80,7 +89,7 @@ def run_command(ctx: click.Context, /, spec: Path | None, **flags: Any) -> None:
 def _spec(base: LabSpec | None, flags: dict[str, Any]) -> LabSpec:
     if base is None and flags["hosts"] is None:
         raise LabError(
-            "no lab is described",
+            "no lab is specified",
             expected="a lab file, or --hosts",
             fix="For example: --hosts 2 --rate 400mbit.",
         )
@@ -97,20 +106,20 @@ def _spec(base: LabSpec | None, flags: dict[str, Any]) -> LabSpec:
 @lab.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_command(as_json: bool) -> None:
-    """Show running labs, and what killed ones left behind."""
-    found = state.labs()
+    """List running labs, and what killed labs left behind."""
+    all_labs = state.labs()
     if as_json:
-        rows = [_row(lab) for lab in found]
+        rows = [_row(lab) for lab in all_labs]
         sys.stdout.write(files.dump_json(files.document("lab_list", labs=rows)))
         return
-    if not found:
+    if not all_labs:
         click.echo("no labs", err=True)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("lab", "state", "mode", "hosts", "workers", "age"):
         table.add_column(heading, no_wrap=True)
     table.add_column("command", overflow="fold")
-    for lab in found:
+    for lab in all_labs:
         record = lab.record
         age_s = round((datetime.now(UTC) - record.started).total_seconds())
         cells = (record.id, lab.state, record.mode, record.hosts, record.workers, f"{age_s} s")
@@ -140,7 +149,7 @@ def _printable(text: str) -> str:
 @lab.command("clean")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def clean_command(as_json: bool) -> None:
-    """Remove what labs left behind whose launcher was killed. Running labs are not touched."""
+    """Remove processes and files left by labs whose launcher was killed. Running labs are not touched."""
     cleaned, stuck = state.clean()
     if as_json:
         rows = [_row(lab) for lab in cleaned]

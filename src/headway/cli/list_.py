@@ -1,4 +1,4 @@
-"""``headway list``: what there is to choose from, by the names that options and plan files use."""
+"""``headway list``: list models, devices, clusters, strategies and so on by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Row = dict[str, str]
 def _models() -> list[Row]:
     from headway.models.catalogue import MODELS
 
-    return [{"name": name, "what": _of_table(make())} for name, make in MODELS.items()]
+    return [{"name": name, "what": _describe_model(make())} for name, make in MODELS.items()]
 
 
-def _of_table(table: LayerTable) -> str:
+def _describe_model(table: LayerTable) -> str:
     layers = f"{len(table.layers)} layers with parameters"
     return f"{table.spec.size_bytes / 4e6:.1f} million parameters, {layers}; batch: {table.batch}"
 
@@ -42,10 +42,10 @@ def _devices() -> list[Row]:
 def _clusters() -> list[Row]:
     from headway.prediction.clusters import cluster_named, shipped
 
-    return [{"name": name, "what": _of_cluster(cluster_named(name))} for name in shipped()]
+    return [{"name": name, "what": _describe_cluster(cluster_named(name))} for name in shipped()]
 
 
-def _of_cluster(cluster: Cluster) -> str:
+def _describe_cluster(cluster: Cluster) -> str:
     from headway.units import counted, format_rate
 
     workers = sum(host.workers for host in cluster.hosts)
@@ -84,7 +84,7 @@ def _readers() -> list[Row]:
 
 
 def _classes(group: str, classes: dict[str, type]) -> list[Row]:
-    """Classes by name, each with the first sentence of its docstring, and the package of those of other packages."""
+    """Rows for classes by name: the first sentence of the docstring, and the package if it is not Headway."""
     packages = _packages(group)
     return [
         {"name": name, "what": _first_sentence(kind) + packages.get(name, "")}
@@ -122,14 +122,14 @@ def _plugins() -> list[Row]:
 
 
 KINDS: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
-    "models": ("layer tables, for headway predict MODEL", _models),
+    "models": ("models that ship, for headway predict MODEL", _models),
     "devices": ("for headway predict --device", _devices),
     "clusters": ("cluster files that ship, for --cluster", _clusters),
     "strategies": ("for --strategy and parallel: in plan files", _strategies),
-    "passes": ("changes of computation, for passes: in plan files", _passes),
+    "passes": ("changes to the computation, for passes: in plan files", _passes),
     "codecs": ("how gradients are compressed, for wire: in plan files", _codecs),
     "readers": ("formats of other tools' traces, for headway import", _readers),
-    "plugins": ("what installed packages add, and why it is left out", _plugins),
+    "plugins": ("plug-ins of installed packages, and why any is not used", _plugins),
 }
 
 
@@ -137,7 +137,7 @@ KINDS: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
 @click.argument("kind", type=click.Choice(list(KINDS)))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_(kind: str, as_json: bool) -> None:
-    """List what there is of a KIND, by the names that options and plan files use."""
+    """List everything of a KIND, by the names that options and plan files use."""
     from rich.table import Table
 
     rows = list(KINDS[kind][1]())

@@ -1,4 +1,4 @@
-"""The ``headway`` command: finds the subcommand, and turns errors into one line and an exit status."""
+"""The ``headway`` command: finds the subcommand, and reports errors as one line and an exit status."""
 
 from __future__ import annotations
 
@@ -15,37 +15,35 @@ from click.shell_completion import shell_complete
 from headway.errors import HeadwayError, UserError, one_line
 from headway.version import __version__
 
-# Subcommands are imported when called, so that none pays for another's libraries.
+# Subcommands are imported when called, so that none loads the libraries of another.
 COMMANDS = {
     "demo": "run the whole loop on this machine in a few minutes",
     "record": "run an unmodified training command and record it",
     "import": "read other tools' traces: PyTorch's profiler, Chakra, and what installed packages read",
     "export": "write a trace for other tools: Perfetto, Chakra, GOAL",
-    "diagnose": "say where the time went, and which ranks are to blame",
+    "diagnose": "explain where the time went, and which ranks are to blame",
     "replay": "simulate the recorded steps, as they were or under what-ifs",
     "predict": "predict the step of a model on a cluster, without a trace",
     "optimize": "search for the best plan and write it to a file",
     "run": "run an unmodified training command under a plan",
-    "settings": "print a plan as settings of DDP, FSDP2, DeepSpeed, Megatron, NCCL or RCCL",
-    "decisions": "say what was decided while a job trained, and why",
-    "coordinate": "coordinate a job whose workers average in groups",
+    "settings": "export a plan as settings for DDP, FSDP2, DeepSpeed, Megatron, NCCL or RCCL",
+    "decisions": "show the decisions made while a job trained, and why",
+    "coordinate": "run the coordinator of a partial all-reduce job",
     "probe": "measure latency and rate of a job's links",
     "lab": "run a command on an emulated cluster on this machine",
     "list": "list models, clusters, strategies, passes, codecs, readers, and plug-ins of other packages",
 }
-SUFFIXED = ("import", "list")  # names of Python's: their modules and functions end in an underscore
+SUFFIXED = ("import", "list")  # reserved by Python: their modules and functions end in an underscore
 COMPLETION = "_HEADWAY_COMPLETE"
 
 
-PIPE_CLOSED = (
-    141  # as shells say of a program that SIGPIPE ended; 1 would be an answer of diagnose --baseline
-)
+PIPE_CLOSED = 141  # 128 + SIGPIPE, as in shells; 1 already means something for diagnose --baseline
 
 
 NO_ARGUMENTS: tuple[type[click.UsageError], ...] = tuple(
     filter(
         None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]
-    )  # earlier versions print the help themselves
+    )  # older versions of click print the help themselves
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -79,7 +77,7 @@ class _LazyGroup(click.Group):
 @click.group(
     cls=_LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="headway help COMMAND explains a command, and so does headway COMMAND --help.",
+    epilog="For help on a command, run headway help COMMAND or headway COMMAND --help.",
 )
 @click.version_option(__version__, "-V", "--version", prog_name="headway")
 def cli() -> None:
@@ -87,10 +85,10 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. Exit status: 0 done, 2 bad usage or bad input, 1 our own fault."""
+    """Run the command line. Exit status: 0 success, 2 bad usage or bad input, 1 a fault of Headway."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # half characters in foreign text
+            stream.reconfigure(errors="backslashreplace")  # foreign text may contain lone surrogates
     if instruction := os.environ.get(COMPLETION):
         sys.exit(shell_complete(cli, {}, "headway", COMPLETION, instruction))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -98,15 +96,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit status."""
-    own: list[str] = arguments
+    headway_arguments: list[str] = arguments
     command: tuple[str, ...] = ()
     if "--" in arguments:
         cut = arguments.index("--")
-        own, command = arguments[:cut], tuple(arguments[cut + 1 :])
-    if own[:1] == ["help"]:
-        own = [*own[1:], "--help"]
+        headway_arguments, command = arguments[:cut], tuple(arguments[cut + 1 :])
+    if headway_arguments[:1] == ["help"]:
+        headway_arguments = [*headway_arguments[1:], "--help"]
     try:
-        return _answer(own, command)
+        return _answer(headway_arguments, command)
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as failure:
@@ -124,18 +122,18 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("headway: interrupted", file=sys.stderr)
         return 130
-    except (BrokenPipeError, SystemExit):  # the latter is rich's, when nobody reads on
+    except (BrokenPipeError, SystemExit):  # rich raises SystemExit on a closed pipe
         return PIPE_CLOSED
     except OSError as failure:
         if failure.errno not in FULL:
             raise
-        print(f"headway: the output cannot be written: {failure.strerror}", file=sys.stderr)
+        print(f"headway: cannot write the output: {failure.strerror}", file=sys.stderr)
         return 2
 
 
-def _answer(own: list[str], command: tuple[str, ...]) -> int:
+def _answer(arguments: list[str], command: tuple[str, ...]) -> int:
     try:
-        with cli.make_context("headway", own) as context:
+        with cli.make_context("headway", arguments) as context:
             context.meta["headway.command"] = command
             result = cli.invoke(context)
             sys.stdout.flush()
@@ -146,14 +144,14 @@ def _answer(own: list[str], command: tuple[str, ...]) -> int:
 
 
 def _hint(context: click.Context | None, arguments: list[str]) -> str:
-    """Where the job's command belongs, for who gave it without ``--``."""
+    """A hint for users who gave the job's command without ``--``."""
     if context is None or "--" in arguments or not context.command.params:
         return ""
     takes_command = "-- COMMAND" in str(getattr(context.command, "options_metavar", ""))
-    return f" The command stands behind --: {context.command_path} … -- torchrun train.py." * takes_command
+    return f" The command goes after --: {context.command_path} … -- torchrun train.py." * takes_command
 
 
 def _sentence(text: str) -> str:
-    """What click says, which may be a list of several lines without a full stop."""
+    """Click's message as one sentence; it may have several lines and no full stop."""
     text = one_line(text, 600)
     return text if text.endswith((".", "?", "!", ")")) else f"{text}."

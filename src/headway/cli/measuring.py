@@ -1,4 +1,4 @@
-"""``headway optimize --measure``: short runs of the user's own command decide among plans."""
+"""``headway optimize --measure``: compare plans by short runs of the user's command."""
 
 from __future__ import annotations
 
@@ -24,43 +24,47 @@ if TYPE_CHECKING:
 
 UNDECIDED = 0  # of --measure without a number
 NOT_NEEDED = "Nothing was measured: predictions already tell which plan is the best."
-WENT_ON = "your script catches SystemExit, so each run goes on to the end of the training"
+WENT_ON = "your script catches SystemExit, so each run continues to the end of training"
 
 
 def command_to_measure_with(ctx: click.Context, count: int | None, *, follow: bool) -> tuple[str, ...]:
-    """The command after ``--``, if ``count`` says that plans are measured.
+    """The command after ``--`` if plans are measured (``count`` is not None), else ().
 
-    Raises UserError where there is one and nothing is measured, or none, and for plans that cannot be measured.
+    Raises UserError for a missing or superfluous command, and if plans would ``follow`` the network.
     """
     if count is None:
         if ctx.find_root().meta.get("headway.command"):
-            raise UserError("a command is run only to measure plans", fix="Add --measure, or leave it out.")
+            raise UserError(
+                "a command after -- is only used to measure plans",
+                fix="Add --measure, or remove the command.",
+            )
         return ()
     if follow:
         raise UserError(
-            "plans that follow the network cannot be measured", fix="Leave out --measure or --follow-network."
+            "plans that follow the network cannot be measured", fix="Remove --measure or --follow-network."
         )
     return trailing_command(ctx)
 
 
 def decide_by_runs(
     best: Candidate,
-    found: SearchResult,
+    result: SearchResult,
     replayer: Replayer,
     count: int | None,
     strategy: str | None,
     command: Sequence[str],
     plan_path: Path,
 ) -> tuple[Candidate, MeasuredChoice | None]:
-    """The plan to take, and how it was chosen where runs of ``command`` have decided.
+    """Choose the plan: ``best`` as predicted, or by short runs of ``command`` if ``count`` is not None.
 
-    ``best`` is what predictions say, ``count`` how many plans are measured, if any. Raises as ``measure_plans``.
+    ``count`` is how many plans to measure. Returns the plan, and the measurements if there are any. Raises the errors
+    of ``measure_plans``.
     """
     from headway.optimization.measured import contenders
 
     if count is None:
         return best, None
-    among = contenders(found, best, count or None, strategy)
+    among = contenders(result, best, count or None, strategy)
     if not among.plans:
         return best, None
     chosen = measure_plans(among, replayer, command, plan_path)
@@ -70,9 +74,9 @@ def decide_by_runs(
 def measure_plans(
     contenders: Contenders, replayer: Replayer, command: Sequence[str], plan_path: Path
 ) -> MeasuredChoice:
-    """Run ``command`` under the contenders' plans, which are written next to ``plan_path`` while that lasts.
+    """Run ``command`` under each contender's plan, written to a temporary folder next to ``plan_path``.
 
-    Raises LaunchError where it is another job's command, or fails under a plan that it would be left with.
+    Raises LaunchError if the command is for another job, or fails under the recorded plan.
     """
     from headway.optimization.measured import choose, runs_by_plan
     from headway.optimization.result import plan_of
@@ -80,10 +84,10 @@ def measure_plans(
     check_command(command, replayer.trace.world_size)
     with _folder_next_to(plan_path) as folder:
         paths: dict[int, Path | None] = {}
-        for number, each in enumerate(contenders.all):
-            paths[id(each)] = folder / f"plan-{number}.yaml" if runs_by_plan(each) else None
-            if (path := paths[id(each)]) is not None:
-                plan_of(each, replayer).save(path)
+        for number, contender in enumerate(contenders.all):
+            paths[id(contender)] = folder / f"plan-{number}.yaml" if runs_by_plan(contender) else None
+            if (path := paths[id(contender)]) is not None:
+                plan_of(contender, replayer).save(path)
         runs = ShortRuns(command, folder, replayer.trace.world_size, replayer.recorded_step_ms)
         warned = False
 
@@ -100,16 +104,16 @@ def measure_plans(
 
 @contextmanager
 def _folder_next_to(path: Path) -> Iterator[Path]:
-    """A folder next to ``path`` for as long as the block lasts. Raises UserError where there can be none."""
+    """A temporary folder next to ``path``. Raises UserError if it cannot be made."""
     parent = path.absolute().parent
     try:
-        made = tempfile.TemporaryDirectory(prefix=".headway-measure-", dir=parent)
+        folder = tempfile.TemporaryDirectory(prefix=".headway-measure-", dir=parent)
     except OSError as failure:
         raise UserError(
-            f"cannot write to {parent}", got=failure.strerror, expected="a folder for the plan",
-            fix="Name another one with -o.",
+            f"cannot write to {parent}", got=failure.strerror, expected="a writable folder",
+            fix="Choose another with -o.",
         ) from None  # fmt: skip
-    with made as name:
+    with folder as name:
         yield Path(name)
 
 
@@ -118,7 +122,7 @@ def _progress(done: int, of: int, best: str) -> None:
 
 
 def measured_document(choice: MeasuredChoice | None, predicted: Candidate) -> dict[str, Any] | None:
-    """What was measured, as a document; None where nothing was. ``predicted`` is the best as predicted."""
+    """The measurements as JSON data, or None. ``predicted`` is the best plan as predicted."""
     if choice is None:
         return None
     return {
@@ -147,7 +151,7 @@ def measured_document(choice: MeasuredChoice | None, predicted: Candidate) -> di
 
 
 def _is_passed_over(choice: MeasuredChoice, predicted: Candidate) -> bool:
-    """Whether the plan that is ``predicted`` to be the best is one that no short run can measure."""
+    """Whether the best predicted plan was not considered because short runs cannot measure it."""
     from headway.optimization.measured import is_measurable
 
     return (
@@ -156,14 +160,14 @@ def _is_passed_over(choice: MeasuredChoice, predicted: Candidate) -> bool:
 
 
 def measured_sentences(choice: MeasuredChoice, predicted: Candidate) -> list[str]:
-    """What short runs have decided; ``predicted`` is the best as predicted."""
+    """Sentences about the outcome of short runs; ``predicted`` is the best plan as predicted."""
     sentences = [
         f"Measured in {choice.runs} short runs of your command ({choice.elapsed_s:.0f} s). {choice.why}."
     ]
     if _is_passed_over(choice, predicted):
         sentences.append(
             f"{predicted.short_name} is predicted to take {predicted.predicted_ms:.1f} ± "
-            f"{predicted.uncertainty_ms:.1f} ms, but short runs cannot measure it: leave out --measure to have it."
+            f"{predicted.uncertainty_ms:.1f} ms, but short runs cannot measure it: remove --measure to use it."
         )
     return sentences + [
         f"{candidate.short_name} could not be run: {reason}" for candidate, reason in choice.failed
@@ -171,7 +175,7 @@ def measured_sentences(choice: MeasuredChoice, predicted: Candidate) -> list[str
 
 
 def measured_table(choice: MeasuredChoice | None) -> Iterator[Table | str]:
-    """The plans that were measured, beside what was predicted of them; a sentence where none had to be."""
+    """A table of measured plans with their predictions, or a sentence if nothing was measured."""
     if choice is None:
         yield NOT_NEEDED
         return
@@ -197,6 +201,6 @@ def measured_table(choice: MeasuredChoice | None) -> Iterator[Table | str]:
     yield table
     if choice.left_with is not None:
         yield (
-            f"Each plan is compared with {choice.left_with.candidate.short_name} in the rounds that both ran in, so "
-            "that what else the machine did counts for neither."
+            f"Each plan is compared with {choice.left_with.candidate.short_name} over the rounds in which both "
+            "ran, so that other load on the machine affects both alike."
         )

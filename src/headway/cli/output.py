@@ -1,4 +1,4 @@
-"""What commands share: consoles, progress on stderr, and the one JSON document on stdout."""
+"""Output shared by commands: consoles, progress on stderr, and one JSON document on stdout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.permission import SHIPPED
 
 
 def _checked(_context: click.Context, _option: click.Parameter, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Each is one of Headway's permissions, or one that an installed package declares."""
+    """Check that each is a permission of Headway or of an installed package."""
     from headway.plan.permissions import check_allowed
 
     if allowed:
@@ -27,25 +27,29 @@ def _checked(_context: click.Context, _option: click.Parameter, allowed: tuple[s
 
 
 def _completed(_context: click.Context, _option: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Those there are, with what they change."""
+    """The permissions that start with ``begun``, with what they change."""
     from headway.plan.permissions import permissions
 
     there_are = permissions().values()
-    return [CompletionItem(one.name, help=one.changes) for one in there_are if one.name.startswith(begun)]
+    return [
+        CompletionItem(permission.name, help=permission.changes)
+        for permission in there_are
+        if permission.name.startswith(begun)
+    ]
 
 
-_SHIPPED = "; ".join(f"{one.name}: {one.changes}" for one in SHIPPED)
+_SHIPPED = "; ".join(f"{permission.name}: {permission.changes}" for permission in SHIPPED)
 
 allow_option = click.option(
     "--allow", "allow", multiple=True, callback=_checked, shell_complete=_completed,
-    metavar=f"[{'|'.join(one.name for one in SHIPPED)}|…]",
-    help=f"Permit plans that change what is trained; they are never chosen otherwise. {_SHIPPED}. Installed packages "
+    metavar=f"[{'|'.join(permission.name for permission in SHIPPED)}|…]",
+    help=f"Permit plans that change what is trained; otherwise they are never chosen. {_SHIPPED}. Installed packages "
     "may declare others.",
 )  # fmt: skip
 
 
 def trailing_command(ctx: click.Context) -> tuple[str, ...]:
-    """The command after ``--``. Raises LaunchError where there is none."""
+    """The command after ``--``. Raises LaunchError if it is missing."""
     command = tuple(ctx.find_root().meta.get("headway.command", ()))
     if not command:
         raise LaunchError(
@@ -58,7 +62,7 @@ FILE_WIDTH = 130  # of tables that go to a file or a pipe
 
 
 def console() -> Console:
-    """Where answers go. Markup in foreign text is never interpreted."""
+    """The console for answers. Markup in foreign text is never interpreted."""
     answers = Console(markup=False, highlight=False, soft_wrap=True)
     if not answers.is_terminal:
         answers.width = max(answers.width, FILE_WIDTH)
@@ -66,7 +70,7 @@ def console() -> Console:
 
 
 def error_console() -> Console:
-    """Where progress and messages other than the answer go."""
+    """The console on stderr, for progress and other messages."""
     return Console(stderr=True, markup=False, highlight=False)
 
 
@@ -76,7 +80,7 @@ def print_document(kind: str, fields: dict[str, Any]) -> None:
 
 
 def print_order(where: Console, schedule: object) -> None:
-    """Print the order of a pipeline's schedule, if it is one: a line a rank."""
+    """Print the order of a pipeline schedule, one line per rank; nothing for other schedules."""
     from headway.scheduling.pipeline.replicated import ReplicatedSchedule
     from headway.scheduling.pipeline.schedule import PipelineSchedule, picture
 
@@ -91,7 +95,7 @@ def print_order(where: Console, schedule: object) -> None:
 def progress(description: str, total: int | None = None) -> Iterator[Any]:
     """A progress bar on stderr, on terminals only. Yields a function to call with (done, total) and the best so far."""
     console = error_console()
-    if not console.is_terminal:  # there, a bar that is taken away again would leave an empty line
+    if not console.is_terminal:  # a transient bar would leave an empty line there
         yield lambda done, of, best="": None
         return
     bar = Progress(
@@ -102,7 +106,7 @@ def progress(description: str, total: int | None = None) -> Iterator[Any]:
         task = bar.add_task(description, total=total)
 
         def advance(done: int, of: int, best: str = "") -> None:
-            said = f"{description}; best so far: {best}" if best else description
-            bar.update(task, completed=done, total=of, description=said)
+            text = f"{description}; best so far: {best}" if best else description
+            bar.update(task, completed=done, total=of, description=text)
 
         yield advance

@@ -1,4 +1,4 @@
-"""``headway predict``: the step of a model on a cluster, without a trace."""
+"""``headway predict``: predict the step of a model on a cluster, without a trace."""
 
 from __future__ import annotations
 
@@ -45,44 +45,44 @@ LONGEST = 2000  # of a sentence, in characters
     "--workers",
     "workers_text",
     metavar="N,N",
-    help="World sizes; by default powers of two up to the cluster's.",
+    help="World sizes; by default the powers of two up to the cluster's size.",
 )
 @click.option(
     "--device",
     "device_name",
     metavar="DEVICE",
-    help="The device that computes: a name, or 'here' to time this machine's.",
+    help="The compute device: a name, or 'here' to time this machine.",
 )
 @click.option(
     "--what-if", "what_ifs", multiple=True, metavar="K=V",
     help="bandwidth=2x, latency=0.5x, compute=0.5x (half the time), bandwidth:HOST=0.5x, compute:RANK=2x, "
-    "traffic:HOST:HOST=100mbit or 100mbit@0s-2s, random-slowdown:10%=3x, and under strategies whose ranks go on "
-    "without each other dies:RANK@2s, joins:RANK@5s; may be repeated.",
+    "traffic:HOST:HOST=100mbit or 100mbit@0s-2s, random-slowdown:10%=3x, and under strategies without synchronous "
+    "steps dies:RANK@2s, joins:RANK@5s; may be repeated.",
 )  # fmt: skip
 @click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
 @click.option("--precision", metavar="NAME",
               help="fp32 (the default, without tensor cores), tf32, bf16 or fp16 (mixed precision).")  # fmt: skip
 @click.option("--batch", type=click.IntRange(1, MOST_SAMPLES), metavar="N",
-              help="Samples of each worker; by default the model's own.")  # fmt: skip
+              help="Samples per worker; by default the model's.")  # fmt: skip
 @click.option("--global-batch", type=click.IntRange(1, MOST_SAMPLES), metavar="N",
-              help="Samples of all workers together, which share them out at every world size.")  # fmt: skip
+              help="Samples of all workers together, at every world size.")  # fmt: skip
 @click.option("--measured", "measured_texts", multiple=True, metavar="N=TIME",
-              help="A step of so many workers, or N@SAMPLES=TIME, measured under the first strategy; may be "
-              "repeated.")  # fmt: skip
+              help="Calibrate with the step time of N workers measured under the first strategy, or "
+              "N@SAMPLES=TIME; may be repeated.")  # fmt: skip
 @click.option("--collective", "collective_name", metavar="KIND",
               help="Time one collective instead of a step: all-reduce, all-gather or reduce-scatter.")  # fmt: skip
 @click.option(
     "--bytes",
     "size_text",
     metavar="SIZE",
-    help="The whole tensor's size, with --collective: 1GB or 64MiB.",
+    help="The size of the whole tensor, for --collective: 1GB or 64MiB.",
 )
 @click.option(
     "--plot",
     "plot_path",
     type=click.Path(path_type=Path),
-    help="Plot step and efficiency over world sizes to a file.",
+    help="Plot step time and efficiency over world sizes to this file.",
 )
 @allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -124,12 +124,12 @@ def predict(
         return
     if model is None:
         raise click.UsageError(
-            "Missing argument 'MODEL'. To time a collective, give --collective and --bytes."
+            "Missing argument 'MODEL'. To time a collective, use --collective and --bytes."
         )
     if plot_path is not None:
         from headway.report.scaling import kind_of_picture
 
-        kind_of_picture(plot_path)  # before the work, not after it
+        kind_of_picture(plot_path)  # fail before the work
     begun = time.perf_counter()
     cluster = cluster_named(cluster_name)
     world_sizes = _world_sizes(workers_text, cluster.world_size)
@@ -150,23 +150,25 @@ def predict(
     calibration = _calibrated(measured_workloads, cluster, chosen, what_if)
     if calibration is not None:
         what_if = calibration.what_if
-        sized = {workers: calibration.corrected(each) for workers, each in sized.items()}
+        sized = {workers: calibration.corrected(workload) for workers, workload in sized.items()}
     workload = sized[world_sizes[-1]]
-    notes = dict.fromkeys(note for each in sized.values() for note in each.notes)
+    notes = dict.fromkeys(note for scaled in sized.values() for note in scaled.notes)
     with output.progress("predicting") as advance:
-        found = scaling(
+        predictions = scaling(
             workload, cluster, chosen, world_sizes, advance, what_if, all_needed=bool(strategies), sized=sized
         )
     if plot_path is not None:
         from headway.report.scaling import draw_scaling
 
         shared = f"{global_batch} samples in all" if global_batch else f"{workload.batch} a worker"
-        draw_scaling(found, f"{workload.name}, {shared}, {workload.times}", plot_path)
-    largest = [each for each in found if each.workers == world_sizes[-1]]
+        draw_scaling(predictions, f"{workload.name}, {shared}, {workload.times}", plot_path)
+    largest = [prediction for prediction in predictions if prediction.workers == world_sizes[-1]]
     best = best_of(largest, allow)
-    overtakings = crossovers(found)
+    overtakings = crossovers(predictions)
     close = {
-        workers: _as_fast([each for each in found if each.workers == workers], workload)
+        workers: _fastest_within_errors(
+            [prediction for prediction in predictions if prediction.workers == workers], workload
+        )
         for workers in world_sizes
     }
     if as_json:
@@ -189,18 +191,19 @@ def predict(
                 "uncertainty_ms": best.uncertainty_ms,
                 "breakdown_ms": dict.fromkeys(ranks, best.breakdown_ms),
                 "peak_bytes": dict.fromkeys(ranks, best.peak_bytes),
-                "operations": sum(each.operations for each in found),
+                "operations": sum(prediction.operations for prediction in predictions),
                 "elapsed_s": time.perf_counter() - begun,
                 "predictions": [
-                    {**each.to_document(), "may_be_fastest": each in close[each.workers]} for each in found
+                    {**prediction.to_document(), "may_be_fastest": prediction in close[prediction.workers]}
+                    for prediction in predictions
                 ],
                 "crossovers": [overtaking.to_document() for overtaking in overtakings],
             },
         )
         return
-    said = [*([] if calibration is None else [calibration.describe()]), *notes]
+    remarks = [*([] if calibration is None else [calibration.describe()]), *notes]
     _print_steps(
-        found,
+        predictions,
         best,
         allow,
         workload,
@@ -208,13 +211,13 @@ def predict(
         WhatIf.parse(what_ifs),
         close,
         overtakings,
-        said,
+        remarks,
         compared=not strategies,
     )
 
 
 def _print_steps(
-    found: list[Prediction],
+    predictions: list[Prediction],
     best: Prediction,
     allow: tuple[str, ...],
     workload: Workload,
@@ -222,38 +225,42 @@ def _print_steps(
     what_if: WhatIf,
     close: Mapping[int, list[Prediction]],
     overtakings: Sequence[Crossover],
-    said: Sequence[str],
+    remarks: Sequence[str],
     *,
     compared: bool,
 ) -> None:
-    """Print the answer, ``said`` and the table. ``compared`` are strategies that nobody named."""
-    largest = [each for each in found if each.workers == best.workers]
+    """Print the answer, ``remarks`` and the table. ``compared``: the user named no strategies."""
+    largest = [prediction for prediction in predictions if prediction.workers == best.workers]
     console = output.console()
-    others = [each for each in largest if each is not best]
-    second = f" ({others[0].strategy}: {others[0].step_ms:.1f})" if others else ""
+    slower = [prediction for prediction in largest if prediction is not best]
+    second = f" ({slower[0].strategy}: {slower[0].step_ms:.1f})" if slower else ""
     how = ", ".join(filter(None, [best.strategy, what_if.describe()]))
     answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on "
         f"{counted(best.workers, 'worker')} of {counted(best.samples, 'sample')} each with {how}{second}: "
-        f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
+        f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of their throughput without communication."
     )
-    sentences = [answer, *said, *_of_other_training(best, largest, allow)]
-    if others and any(each in close[best.workers] for each in others if best in close[best.workers]):
-        sentences.append("Strategies marked ≈ cannot be told apart from the fastest.")
-    if others and compared:
+    sentences = [answer, *remarks, *_training_change_notes(best, largest, allow)]
+    if slower and any(
+        prediction in close[best.workers] for prediction in slower if best in close[best.workers]
+    ):
+        sentences.append("Strategies marked ≈ are as fast as the fastest, within the errors.")
+    if slower and compared:
         sentences.append(
-            "Every strategy has its default buckets here; tuned ones may be ranked otherwise. Compare them with "
+            "Every strategy uses its default buckets; tuned buckets may change the ranking. Compare them with "
             "--strategy, as in ddp:bucket_cap_mb=100 or decoupled:bucket_cap_bytes=100000000."
         )
     for sentence in sentences:
         console.print(one_line(sentence, LONGEST))
-    console.print(_table(found, workload, close))
+    console.print(_table(predictions, workload, close))
     for overtaking in overtakings:
         between = f"between {overtaking.below} and {overtaking.above} workers"
         overtakes = f"{overtaking.to} overtakes {overtaking.of} {between}."
         console.print(one_line(overtakes, LONGEST))
     notes = [f"{best.strategy}: {note}." for note in best.notes]
-    notes += [f"Note: {each.strategy}: {said}." for each in largest for said in each.ignored]
+    notes += [
+        f"Note: {prediction.strategy}: {ignored}." for prediction in largest for ignored in prediction.ignored
+    ]
     for note in notes:
         console.print(one_line(note, LONGEST))
     source = cluster.source.rstrip(".")
@@ -274,7 +281,7 @@ def _calibrated(
         return None
     if what_if != Plain():
         raise UserError(
-            "--measured and --what-if do not go together", got=what_if.describe(), expected="one of them"
+            "--measured and --what-if cannot be combined", got=what_if.describe(), expected="one of them"
         )
     name = next(iter(chosen))
     with output.progress("calibrating"):
@@ -289,23 +296,23 @@ def _print_collective(
 
     if name is None or size_text is None or model is not None:
         raise UserError(
-            "--collective and --bytes go together, and without a model",
+            "--collective and --bytes must be used together, without a model",
             got=f"--collective {name or 'left out'}, --bytes {size_text or 'left out'}",
             expected="such as --collective all-gather --bytes 1GB",
         )
-    found = collective_time(cluster, name, parse_size_bytes(size_text, "--bytes"))
+    timing = collective_time(cluster, name, parse_size_bytes(size_text, "--bytes"))
     if as_json:
-        output.print_document("collective", {**found.to_document(), "cluster": cluster.source})
+        output.print_document("collective", {**timing.to_document(), "cluster": cluster.source})
         return
-    by = found.algorithm.replace("_", " ") + (f", {found.protocol.upper()}" if found.protocol else "")
+    by = timing.algorithm.replace("_", " ") + (f", {timing.protocol.upper()}" if timing.protocol else "")
     console = output.console()
     console.print(
-        f"{_duration(found.time_us)} ± {_duration(found.uncertainty_us)} for {name} of "
-        f"{format_bytes(found.size_bytes)} over {found.workers} workers on "
-        f"{found.hosts} host{'s' if found.hosts > 1 else ''}, by {by}: {found.tensor_gb_s:.3g} GB/s of the tensor, "
-        f"{found.bus_gb_s:.3g} GB/s on the bus."
+        f"{_duration(timing.time_us)} ± {_duration(timing.uncertainty_us)} for {name} of "
+        f"{format_bytes(timing.size_bytes)} over {timing.workers} workers on "
+        f"{timing.hosts} host{'s' if timing.hosts > 1 else ''}, by {by}: {timing.tensor_gb_s:.3g} GB/s of the tensor, "
+        f"{timing.bus_gb_s:.3g} GB/s on the bus."
     )
-    console.print(f"No algorithm that adds up on the workers takes less than {_duration(found.bound_us)}.")
+    console.print(f"No algorithm that reduces on the workers takes less than {_duration(timing.bound_us)}.")
     console.print(one_line(f"Links: {cluster.source}", LONGEST))
 
 
@@ -313,27 +320,27 @@ def _duration(time_us: float) -> str:
     return f"{time_us / 1e3:.4g} ms" if time_us >= 1000 else f"{time_us:.4g} us"
 
 
-def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple[str, ...]) -> list[str]:
-    """What must be said of strategies that change what is trained: of the chosen one, or of those not chosen."""
+def _training_change_notes(best: Prediction, largest: list[Prediction], allow: tuple[str, ...]) -> list[str]:
+    """Warnings about strategies that change what is trained: the best one, or faster ones not recommended."""
     if best.recommended(allow):
-        said = [f"It changes what is trained: {best.changes_training}."] if best.changes_training else []
-        faster = [each for each in largest if not each.recommended(allow) and each.step_ms < best.step_ms]
-        return said + [
-            f"{each.strategy} would take {each.step_ms:.1f} ms, but changes what is trained: {each.changes_training}. "
-            f"It is recommended only with --allow {' --allow '.join(each.permissions)}."
-            for each in faster
+        sentences = [f"It changes what is trained: {best.changes_training}."] if best.changes_training else []
+        return sentences + [
+            f"{faster.strategy} would take {faster.step_ms:.1f} ms, but changes what is trained: "
+            f"{faster.changes_training}. It is recommended only with --allow {' --allow '.join(faster.permissions)}."
+            for faster in largest
+            if not faster.recommended(allow) and faster.step_ms < best.step_ms
         ]
     return [
-        f"This is no recommendation, as it changes what is trained: {best.changes_training}. Compare it with a "
-        f"strategy that does not, or give --allow {' --allow '.join(best.permissions)}."
+        f"This is not a recommendation: it changes what is trained ({best.changes_training}). Compare it with a "
+        f"strategy that does not, or use --allow {' --allow '.join(best.permissions)}."
     ]
 
 
-def _as_fast(predictions: list[Prediction], workload: Workload) -> list[Prediction]:
-    """Of predictions for as many workers, the fastest and those that errors may make as fast."""
+def _fastest_within_errors(predictions: list[Prediction], workload: Workload) -> list[Prediction]:
+    """The fastest of ``predictions`` for one world size, and those that are as fast within their errors."""
     from headway.prediction.scaling import indistinct
 
-    fastest = min(predictions, key=lambda each: each.step_ms, default=None)
+    fastest = min(predictions, key=lambda prediction: prediction.step_ms, default=None)
     return [
         prediction
         for prediction in predictions
@@ -363,27 +370,27 @@ def _table(predictions: list[Prediction], workload: Workload, close: Mapping[int
             f"{prediction.samples_per_s:.0f}", f"{prediction.efficiency:.0%}", format_bytes(prediction.peak_bytes),
         )  # fmt: skip
     computation_ms = workload.computation_ns / 1e6
-    largest = max(each.workers for each in predictions)
-    several = len({each.samples for each in predictions}) > 1
+    largest = max(prediction.workers for prediction in predictions)
+    several = len({prediction.samples for prediction in predictions}) > 1
     at = f" with {counted(largest, 'worker')}" if several else ""
-    said = [f"Computation takes {computation_ms:.1f} ms of each step{at}, the update included."]
+    sentences = [f"Computation takes {computation_ms:.1f} ms of each step{at}, the update included."]
     if several:
-        said.append("Efficiency compares with workers that compute the same batch by themselves.")
+        sentences.append("Efficiency is relative to workers that compute the same batch alone.")
     if workload.times_error:
-        said.append(
-            f"All steps may be off by ± {workload.times_error * computation_ms:.1f} ms together, as the times of "
-            "layers may be; the order of strategies hardly depends on that."
+        sentences.append(
+            f"All steps share an error of up to ± {workload.times_error * computation_ms:.1f} ms from the times of "
+            "layers; it hardly affects the order of strategies."
         )
-    if any(len(each) > 1 for each in close.values()):
-        said.append("≈: cannot be told apart from the fastest with as many workers.")
-    permissions = {name for each in predictions for name in each.permissions}
+    if any(len(alike) > 1 for alike in close.values()):
+        sentences.append("≈: as fast as the fastest with this many workers, within the errors.")
+    permissions = {name for prediction in predictions for name in prediction.permissions}
     if permissions:
         from headway.plan.permissions import changes_in_words
 
-        said.append(f"‡: this strategy changes what is trained ({changes_in_words(permissions)}).")
-    if any(each.is_mean_iteration for each in predictions):
-        said.append("Where ranks do not wait for each other, a step is the mean iteration of a rank.")
-    table.caption = " ".join(said)
+        sentences.append(f"‡: this strategy changes what is trained ({changes_in_words(permissions)}).")
+    if any(prediction.is_mean_iteration for prediction in predictions):
+        sentences.append("Without synchronous steps, a step is a rank's mean iteration.")
+    table.caption = " ".join(sentences)
     return table
 
 
@@ -396,7 +403,7 @@ def _world_sizes(text: str | None, most: int) -> list[int]:
             sizes.append(sizes[-1] * 2)
         return [*sizes, most] if most > 1 else sizes
     parts = text.split(",")
-    form = f"numbers from 1 to {MAX_WORKERS} with commas between them, at most {MOST_SIZES}"
+    form = f"comma-separated numbers from 1 to {MAX_WORKERS}, at most {MOST_SIZES}"
     if len(parts) > MOST_SIZES or not all(
         part.strip().isdecimal() and len(part.strip()) < 6 for part in parts
     ):

@@ -1,4 +1,4 @@
-"""``headway probe``: measure latency and rate of the links of a job, from inside its ranks."""
+"""``headway probe``: measure latency and rate of a job's links, from inside its ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TORCHRUN = "Run it as: torchrun --nproc-per-node N --no-python headway probe -o 
 @click.option("-o", "--output", "cluster_path", type=click.Path(path_type=Path), default=Path("cluster.yaml"),
               show_default=True, help="The cluster file to write.")  # fmt: skip
 @click.option("--idle-cores", is_flag=True,
-              help="For jobs that compute on accelerators and leave the cores to communication.")  # fmt: skip
+              help="Measure with idle cores: for jobs that compute on accelerators.")  # fmt: skip
 @click.option("--nccl-tests", "logs", multiple=True, metavar="LOG", type=click.Path(path_type=Path),
-              help="Fit NCCL's model to a log of nccl-tests, rings to one of rccl-tests; may be repeated.")  # fmt: skip
+              help="Do not measure: fit the cluster to a log of nccl-tests or rccl-tests; may be repeated.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def probe(cluster_path: Path, idle_cores: bool, logs: tuple[Path, ...], as_json: bool) -> None:
     """Measure the links between the ranks of a job. Start it in every rank.
@@ -99,7 +99,9 @@ def _fit_logs(logs: tuple[Path, ...], cluster_path: Path, as_json: bool) -> None
     slow = slow_hosts(text for _, text in texts)
     words = output.error_console()
     for name, share in slow.items():
-        words.print(f"Host {name} reaches {share:.0%} of the usual bandwidth: look at its cards and cables.")
+        words.print(
+            f"Host {name} reaches {share:.0%} of the usual bandwidth: check its network cards and cables."
+        )
     with output.progress("fitting the logs"):
         cluster, accuracy = cluster_of(texts)
     cluster.save(cluster_path)
@@ -115,7 +117,7 @@ def _fit_logs(logs: tuple[Path, ...], cluster_path: Path, as_json: bool) -> None
 
 
 def _check_environment() -> None:
-    """Raise LaunchError unless the variables that every rank of a job has are set."""
+    """Raise LaunchError unless the environment is that of a rank."""
     missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
     if missing:
         raise LaunchError(
@@ -125,7 +127,7 @@ def _check_environment() -> None:
 
 
 def _why_unwritable(path: Path) -> str | None:
-    """Why nothing can be written at ``path``; None where it can."""
+    """The reason why ``path`` cannot be written, or None."""
     if path.is_dir():
         return "a folder"
     try:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from headway.trace.format import Trace
 
 FIRST_STEP, LAST_STEP = 5, 25
-OUTCOME_WITHIN_S = 120.0  # of the command's end, in which another launcher assembles
-REPORTS = "reports"  # in the staging folder, which ranks on other hosts see where they see it
+OUTCOME_WITHIN_S = 120.0  # after the command's end, for another launcher to assemble the trace
+REPORTS = "reports"  # in the staging folder, for ranks on hosts that share it
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -64,21 +64,21 @@ def parse_steps(text: str) -> tuple[int, int]:
     type=click.Choice(["modules", "operators", "kernels"]),
     default="modules",
     show_default=True,
-    help="Level of detail: modules is cheap; operators and a device's kernels are recorded with torch.profiler.",
+    help="Level of detail: modules is cheap; operators and kernels use torch.profiler.",
 )
 @click.option(
     "--no-clock-server",
     is_flag=True,
-    help="Open no port on rank 0 to compare clocks: align them by what ranks do together.",
+    help="Do not open a port on rank 0 to synchronise clocks: align them by collectives.",
 )
 @click.option(
     "--no-measuring",
     is_flag=True,
-    help="Do not interrupt the job after the last recorded step (ten seconds to a minute) to measure links and cores.",
+    help="Do not pause the job after the last recorded step (10 s to a minute) to measure links and cores.",
 )
 @click.option(
     "--json", "as_json", is_flag=True,
-    help="Print one JSON document on stdout; what COMMAND prints goes to stderr.",
+    help="Print one JSON document on stdout; the output of COMMAND goes to stderr.",
 )  # fmt: skip
 @click.pass_context
 def record(
@@ -109,25 +109,27 @@ def record(
                 "detail": detail,
             }
         )
-        silence = _Silence()
+        warning = _NothingRecordedWarning()
         ended = run_command(
-            command, injected_environment(os.environ, record=options), staging / REPORTS, silence.look,
+            command, injected_environment(os.environ, record=options), staging / REPORTS, warning.look,
             output=sys.stderr.buffer if as_json else None,
         )  # fmt: skip
         written = _finish(staging, output, ended, command)
     if written:
         if ended.interrupted_by and not no_measuring:
-            _say_what_is_missing(output)
+            _print_interrupted(output)
         _announce(output, as_json)
     if ended.interrupted_by or not written:
         ctx.exit(ended.exit_status)
     if ended.status != 0:
-        raise LaunchError(f"the command failed with status {ended.status}; {output} holds the steps so far")
+        raise LaunchError(
+            f"the command failed with status {ended.status}; {output} contains the steps up to then"
+        )
 
 
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
-    """A folder next to ``output`` for this launcher alone; what launchers that crashed on this host left is removed."""
+    """A private folder next to ``output``; folders of crashed launchers on this host are removed."""
     with ExitStack() as kept:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -142,14 +144,14 @@ def _staging(output: Path) -> Iterator[Path]:
         yield staging
 
 
-class _Silence:
-    """Says once, while the command runs, that nothing is recorded and why."""
+class _NothingRecordedWarning:
+    """Warns once, while the command runs, that nothing is being recorded, and why."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._printed = False
 
     def look(self, reports: tuple[Report, ...]) -> None:
-        if self._said or any(report.rank >= 0 for report in reports):
+        if self._printed or any(report.rank >= 0 for report in reports):
             return
         why = next((f"{report.blind}; install it there" for report in reports if report.blind), "") or next(
             (
@@ -161,22 +163,22 @@ class _Silence:
             "",
         )
         if why:
-            self._said = True
+            self._printed = True
             print(f"headway: nothing is being recorded: {why}", file=sys.stderr, flush=True)
 
 
 def _finish(staging: Path, output: Path, ended: CommandOutcome, command: tuple[str, ...]) -> bool:
-    """Assemble the trace where this launcher has rank 0, or say where it is; returns whether it is written here.
+    """Assemble the trace if this launcher has rank 0, else say where it is. Returns whether it was written here.
 
-    Raises LaunchError where nothing was recorded, unless Headway was told to end: then one line says so.
+    Raises LaunchError if nothing was recorded; if Headway was interrupted, prints a line instead.
     """
     from headway.recording.finish import finish_recording
     from headway.recording.place import elsewhere
 
     status = ended.exit_status
-    found = elsewhere(staging)
-    if found is not None:
-        print(f"headway: {_outcome(*found)}", file=sys.stderr)
+    recording_elsewhere = elsewhere(staging)
+    if recording_elsewhere is not None:
+        print(f"headway: {_outcome(*recording_elsewhere)}", file=sys.stderr)
         return False
     try:
         finish_recording(staging, output, None, wait_s=_patience_s(ended), incomplete=True, command=command)
@@ -195,7 +197,7 @@ def _finish(staging: Path, output: Path, ended: CommandOutcome, command: tuple[s
 
 
 def _patience_s(ended: CommandOutcome) -> float:
-    """How long to wait for rank files when the command has ended: ranks of other launchers may still write theirs."""
+    """How long to wait for rank files after the command's end: other launchers' ranks may still be writing."""
     if ended.exit_status == 0:
         return 60
     ranks = [report for report in ended.reports if report.rank >= 0]
@@ -203,7 +205,7 @@ def _patience_s(ended: CommandOutcome) -> float:
 
 
 def _outcome(recording: Recording, shared: bool) -> str:
-    """What became of a recording that rank 0's launcher, which is another one, assembles."""
+    """The outcome of a recording that another launcher (that of rank 0) assembles."""
     output = one_line(str(recording.output))
     host = one_line(recording.host)
     if not shared:
@@ -228,13 +230,13 @@ def _ranks(trace: Trace) -> str:
     )
 
 
-def _say_what_is_missing(output: Path) -> None:
-    """Say, of a recording that was interrupted, what it keeps, unless everything was measured by then."""
+def _print_interrupted(output: Path) -> None:
+    """Say how much an interrupted recording contains, unless it is complete."""
     from headway.trace.folder import CLUSTER, load_trace
 
     if not (output / CLUSTER).exists():
         kept = counted(len(load_trace(output).steps), "step")
-        print(f"headway: interrupted; {kept} kept, links and cores not measured", file=sys.stderr)
+        print(f"headway: interrupted; {kept} recorded, links and cores not measured", file=sys.stderr)
 
 
 def _announce(output: Path, as_json: bool) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_json: bool) -> bool:
-    """Print how many iterations ranks finish in a time under ``plan``; False where they finish them together."""
+    """Print the iteration rates of an asynchronous ``plan``; returns False for synchronous plans."""
     from headway.strategies.registry import carried_out_by
 
     with output.progress("replaying"):
@@ -48,10 +48,10 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
         return True
     console = output.console()
     stays = ", if no rank died or joined," if what_if.incidents.change_members else ""
-    said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe()])))
+    scenario = one_line(", ".join(filter(None, [what_if.describe(), plan.describe()])))
     console.print(
-        f"{outcome.total_per_s:.2f} iterations/s of all ranks together with {said}: {speedup:.2f} times as many as the "
-        f"recorded strategy would have under the same conditions{stays} ({together_per_s:.2f})."
+        f"{outcome.total_per_s:.2f} iterations/s of all ranks together with {scenario}: {speedup:.2f} times as many "
+        f"as the recorded strategy under the same conditions{stays} ({together_per_s:.2f})."
     )
     for note in (*replayer.notes, *ignored, outcome.describe()):
         console.print(f"Note: {one_line(note)}")
@@ -64,8 +64,8 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
         table.add_row(str(rank), f"{rate:.2f}", f"{standing_ns / each_ms:.1f}", f"{forming_ns / each_ms:.1f}")
     console.print(table)
     console.print(
-        f"Links: {one_line(replayer.cluster.source)}. {outcome.operations} operations. Computation is not slowed down "
-        "by communication here."
+        f"Links: {one_line(replayer.cluster.source)}. {outcome.operations} operations. Communication does not "
+        "slow down computation in this simulation."
     )
     return True
 
@@ -85,21 +85,19 @@ UNRELIABLE = (
     metavar="K=V",
     help="bandwidth=2x, latency=0.5x, compute=0.5x (half the time), workers=8 or 4x8, bandwidth:HOST=0.5x, "
     "compute:RANK=2x, kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit or 100mbit@0s-2s, random-slowdown:10%=3x, and "
-    "under plans whose ranks go on without each other dies:RANK@2s, joins:RANK@5s; may be repeated.",
+    "under plans without synchronous steps dies:RANK@2s, joins:RANK@5s; may be repeated.",
 )
-@click.option(
-    "--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan's strategy."
-)
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan.")
 @click.option(
     "--cluster",
     "cluster_path",
     type=click.Path(path_type=Path),
-    help="A cluster file, instead of the trace's own or fitted links.",
+    help="A cluster file with the links, instead of those measured or fitted from the trace.",
 )
 @click.option(
     "--check-folding",
     is_flag=True,
-    help="Also simulate every rank individually, and say by how much the answer differs.",
+    help="Also simulate every rank individually, and print the difference.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(
@@ -138,9 +136,9 @@ def replay(
         return
     with output.progress("replaying"):
         base = replayer.base
-        asked = plan is not None or what_if != WhatIf()
+        is_changed = plan is not None or what_if != WhatIf()
         strategy, passes, mesh = (plan.strategy, plan.passes, plan.mesh) if plan else (None, (), None)
-        result = replayer.replay(strategy, what_if, passes=passes, mesh=mesh) if asked else base
+        result = replayer.replay(strategy, what_if, passes=passes, mesh=mesh) if is_changed else base
         unfolded_ms = (
             replayer.replay(strategy, what_if, passes=passes, fold=False, mesh=mesh).step_ms
             if check_folding
@@ -181,11 +179,11 @@ def replay(
         )
         return
     console = output.console()
-    said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe() if plan else ""])))
-    if asked:
+    scenario = one_line(", ".join(filter(None, [what_if.describe(), plan.describe() if plan else ""])))
+    if is_changed:
         console.print(
             ("" if is_reproduced(error) else UNRELIABLE.format(error=error))
-            + f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
+            + f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {scenario}: "
             f"{_compared(expected, throughput, loaded.world_size)}."
         )
     else:
@@ -194,10 +192,10 @@ def replay(
         )
     for note in notes:
         console.print(f"Note: {one_line(note)}")
-    # As the first line says it: a replay is corrected by its error for what was recorded.
-    console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if asked else 1.0))
+    # As in the first line: the replay is corrected by its error on the recorded steps.
+    console.print(_table(breakdown_ms, expected.step_ms / result.step_ms if is_changed else 1.0))
     output.print_order(console, graph.schedule)
-    for line in _of_folding(graph.ranks, graph.world_size, result.step_ms, unfolded_ms):
+    for line in _folding_lines(graph.ranks, graph.world_size, result.step_ms, unfolded_ms):
         console.print(line)
     console.print(
         f"Links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
@@ -205,11 +203,11 @@ def replay(
     )
 
 
-def _of_folding(simulated: int, ranks: int, step_ms: float, unfolded_ms: float | None) -> Iterator[str]:
-    """Which ranks stand for others, and by how much the step differs where none does, if that was asked."""
+def _folding_lines(simulated: int, ranks: int, step_ms: float, unfolded_ms: float | None) -> Iterator[str]:
+    """Say which ranks represent others, and how the step differs without folding if that was simulated."""
     if simulated < ranks:
-        others = "rank repeats" if ranks == simulated + 1 else f"{ranks - simulated} ranks repeat"
-        yield f"The other {others} these in the same order."
+        repeats = "rank repeats" if ranks == simulated + 1 else f"{ranks - simulated} ranks repeat"
+        yield f"The other {repeats} these in the same order."
     if unfolded_ms is None:
         return
     if simulated == ranks:
@@ -221,30 +219,30 @@ def _of_folding(simulated: int, ranks: int, step_ms: float, unfolded_ms: float |
     )
 
 
-def _assumed_links(known: Cluster, replayed: Cluster) -> Iterator[str]:
-    """Says which links are assumed where one rank was recorded, which has none, and several are replayed."""
+def _assumed_links(recorded: Cluster, replayed: Cluster) -> Iterator[str]:
+    """Says which links are assumed if a single rank was recorded, which has no links, and several are replayed."""
     from headway.network.fit import NO_LINK
 
-    if known.source != NO_LINK or replayed.world_size == 1:
+    if recorded.source != NO_LINK or replayed.world_size == 1:
         return
     if len(replayed.hosts) > 1:
         gbps, latency_us = replayed.hosts[0].up_gbps, replayed.latency_us
     else:
         gbps, latency_us = replayed.local_gbps, replayed.local_latency_us
     yield (
-        f"One rank was recorded, and no link: {format_rate(gbps)} and a latency of {latency_us:g} us are assumed "
-        "between workers, which no measurement supports. Name the links that there are with --cluster"
+        f"One rank was recorded, so no link was measured: {format_rate(gbps)} and a latency of {latency_us:g} us are "
+        "assumed between workers. Describe the real links with --cluster"
     )
 
 
 def _throughput(speedup: float, workers: int, recorded_workers: int) -> dict[str, float] | None:
-    """What another number of workers does, each with its batch; None where there are as many as recorded."""
+    """The throughput of another number of workers, each with its own batch; None for the recorded number."""
     if workers == recorded_workers:
         return None
     return {
         "workers": workers,
         "throughput_ratio": speedup * workers / recorded_workers,
-        # Fewer workers have less to wait for: each does more than a recorded one.
+        # With fewer workers there is less waiting, so that the efficiency would exceed 1.
         **({"efficiency": speedup} if workers > recorded_workers else {}),
     }
 
@@ -252,11 +250,13 @@ def _throughput(speedup: float, workers: int, recorded_workers: int) -> dict[str
 def _compared(expected: Expectation, throughput: dict[str, float] | None, recorded_workers: int) -> str:
     if throughput is None:
         return f"{expected.speedup:.2f} times as fast as recorded ({expected.recorded_ms:.1f} ms)"
-    said = (
+    sentence = (
         f"{throughput['throughput_ratio']:.2f} times the samples a second of the recorded "
         f"{counted(recorded_workers, 'worker')} ({expected.recorded_ms:.1f} ms a step)"
     )
-    return f"{said}, efficiency {throughput['efficiency']:.0%}" if "efficiency" in throughput else said
+    return (
+        f"{sentence}, efficiency {throughput['efficiency']:.0%}" if "efficiency" in throughput else sentence
+    )
 
 
 def _table(breakdown_ms: dict[str, dict[str, float]], factor: float) -> Table:

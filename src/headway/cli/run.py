@@ -29,7 +29,7 @@ from headway.units import counted
 if TYPE_CHECKING:
     from headway.plan import Plan
 
-NOISE = 0.05  # of the recorded step: two runs of one job differ by as much
+NOISE = 0.05  # of the recorded step: two runs of one job may differ by this
 
 
 @click.command(options_metavar="[OPTIONS] -- COMMAND")
@@ -37,24 +37,22 @@ NOISE = 0.05  # of the recorded step: two runs of one job differ by as much
 @click.option(
     "--decisions",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write every decision that is made while the job trains to this file. headway decisions FILE prints it.",
+    help="Write every decision made during training to this file; headway decisions FILE prints it.",
 )
 @click.option(
     "--adapt", is_flag=True,
-    help="Watch the job while it trains, and change its schedule when the network or the ranks have changed.",
+    help="Monitor the job, and adapt its schedule when the network or the ranks change.",
 )  # fmt: skip
-@click.option(
-    "--quiet", is_flag=True, help="Do not say which plan is applied, what it decides and what came of it."
-)
+@click.option("--quiet", is_flag=True, help="Do not print the plan, its decisions and the step times.")
 @click.pass_context
 def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool, quiet: bool) -> None:
     """Run COMMAND under a plan.
 
     headway run --plan plan.yaml -- torchrun --nproc-per-node 2 train.py
 
-    The script still constructs DistributedDataParallel, and gets what the plan says. One line on stderr says which plan
-    is applied, and one at the end how long steps took. If the plan does not fit the job, or the job does not follow
-    the plan, headway run ends with one line and exit status 2; otherwise the exit status is that of the command.
+    The script constructs DistributedDataParallel as before, and gets what the plan says. A line on stderr names the
+    plan, and a line at the end gives the step time. If the plan does not fit the job or is not applied, headway run
+    fails with one line and exit status 2; otherwise the exit status is that of the command.
     """
     from headway.integrations.followable import injection_of
     from headway.plan import Plan
@@ -65,14 +63,14 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
     if adapt:
         plan = _adapting(plan)
     _check_world_size(plan, command)
-    noted = {} if decisions is None else _noted(plan, decisions, command)
-    story = _Story(plan, quiet=quiet)
+    noted = {} if decisions is None else _decisions_environment(plan, decisions, command)
+    reporter = _RunReporter(plan, quiet=quiet)
     # Processes on other hosts see the plan's folder and not this host's temporary one.
     folder = plan_path.absolute().parent if spreads(command) else None
     if folder is not None and not os.access(folder, os.W_OK):
         folder = None
     with (
-        _kept_with(plan, command) as served,
+        _launch_services(plan, command) as served,
         files.temporary_folder(".headway-run-", folder) as kept,
     ):
         reports, followed = kept / "reports", plan_path.absolute()
@@ -81,15 +79,15 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
             followed = kept / "plan.yaml"
             plan.save(followed)
         environment = {**injected_environment(os.environ, plan=str(followed)), **noted, **served}
-        ended = run_command(command, {**environment, **story.environment}, reports, story.look)
+        ended = run_command(command, {**environment, **reporter.environment}, reports, reporter.look)
     if ended.exit_status == 0:
         _check_applied(ended)
-    story.end(ended)
+    reporter.end(ended)
     ctx.exit(ended.exit_status)
 
 
-class _Story:
-    """Says when rank 0, if this launcher has it, follows the plan, and in the end what came of that."""
+class _RunReporter:
+    """Prints when rank 0 follows the plan and, at the end, its step times; silent if rank 0 is elsewhere."""
 
     def __init__(self, plan: Plan, *, quiet: bool) -> None:
         self._plan = plan
@@ -98,7 +96,7 @@ class _Story:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What has rank 0 say its decisions."""
+        """The variable that makes rank 0 print its decisions."""
         from headway.strategies.decisions import PRINT_VARIABLE
 
         return {} if self._quiet or not self._plan.strategy.decides_while_training else {PRINT_VARIABLE: "1"}
@@ -128,16 +126,16 @@ class _Story:
 
 
 def _first_ranks(reports: Iterable[Report]) -> list[Report]:
-    """What processes that were rank 0 and applied the plan said, in the order in which they were started."""
-    found = [report for report in reports if report.rank == 0 and report.applied]
-    return sorted(found, key=lambda report: report.began_s)
+    """The reports of processes that were rank 0 and applied the plan, in order of their start."""
+    first_ranks = [report for report in reports if report.rank == 0 and report.applied]
+    return sorted(first_ranks, key=lambda report: report.began_s)
 
 
 def steps_in_words(plan: Plan, report: Report) -> str:
-    """How long steps took, and how that compares with what was predicted and recorded."""
+    """The step time, compared with the prediction and the recording."""
     if report.timed_steps < LEAST_STEPS:
-        made = counted(report.steps, "optimizer step") if report.steps else "no optimizer step"
-        return f"{made}: too few to be timed"
+        steps = counted(report.steps, "optimizer step") if report.steps else "no optimizer step"
+        return f"{steps}: too few to time"
     measured_ms = report.step_ms
     line = f"{measured_ms:.1f} ms a step, over the last {report.timed_steps}"
     expected = plan.prediction
@@ -150,15 +148,15 @@ def steps_in_words(plan: Plan, report: Report) -> str:
     noise_ms = max(NOISE * before_ms, 2 * report.spread_ms / math.sqrt(report.timed_steps))
     is_as_predicted = abs(measured_ms - expected.step_ms) <= max(expected.uncertainty_ms, noise_ms)
     if abs(measured_ms - before_ms) <= noise_ms:
-        line += "no difference that stands out from noise"
+        line += "no difference beyond noise"
     elif plan.is_recorded:
-        return f"{line}the same plan as recorded; the difference is the machine's"
+        return f"{line}the same plan as recorded, so the machine or its load changed"
     elif measured_ms < before_ms:
         line += f"{before_ms / measured_ms:.2f} times as fast"
     else:
         line += f"slower, {measured_ms / before_ms:.2f} times as long"
     if not is_as_predicted:
-        line += ", and not as predicted"
+        line += ", not as predicted"
     hosts = set() if plan.cluster is None else {host.name for host in plan.cluster.hosts}
     if hosts and report.host_in_plans not in hosts:
         line += "; the prediction is for other machines"
@@ -171,8 +169,8 @@ def _say(line: str) -> None:
     print(f"headway: {one_line(line, 500)}", file=sys.stderr, flush=True)
 
 
-def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:
-    """What is kept here while the command runs: nothing where it starts ranks on other hosts too."""
+def _launch_services(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:
+    """Run what the strategy needs next to the command; nothing if ranks are on other hosts too."""
     from headway.strategies.registry import plugin_of
 
     if not _stays_here(command):
@@ -186,37 +184,37 @@ def _stays_here(command: Sequence[str]) -> bool:
 
 
 def _adapting(plan: Plan) -> Plan:
-    """The plan as one that changes while the job trains."""
+    """The plan with a strategy that adapts during training."""
     from headway.strategies.registry import adapting
 
     strategy = plan.strategy
     changed = adapting(strategy)
     if changed is None or len(plan.parallel) > 1:
         raise PlanError(
-            "this plan cannot be changed while the job trains",
+            "this plan cannot adapt during training",
             got=strategy.describe(),
-            expected="stock DDP or a decoupled all-reduce, with gradients sent as they are, parameter servers, or a "
-            "pipeline that headway optimize --follow-network planned",
-            fix="Leave out --adapt, or plan with headway optimize --strategy decoupled.",
+            expected="stock DDP or decoupled all-reduce with uncompressed gradients, parameter servers, or a pipeline "
+            "planned with headway optimize --follow-network",
+            fix="Remove --adapt, or plan with headway optimize --strategy decoupled.",
         )
     (dimension,) = plan.parallel
     return plan.model_copy(update={"parallel": {dimension: changed}})
 
 
-def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str]:
-    """The variable that has rank 0 write its decisions there, whenever ranks are started again.
+def _decisions_environment(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str]:
+    """The variable that makes rank 0 write its decisions to ``decisions``, also after restarts.
 
-    Where the job is on this host alone, the file is of this run alone.
+    If all ranks are on this host, earlier contents of the file are removed.
     """
     from headway.strategies.decisions import DECISIONS_VARIABLE
 
     strategy = plan.strategy
     if not strategy.decides_while_training:
         raise PlanError(
-            "under this plan nothing is decided while the job trains",
+            "this plan makes no decisions during training",
             got=strategy.describe(),
-            expected="a plan that headway optimize --follow-network wrote, one of adaptive, or --adapt",
-            fix="Leave out --decisions.",
+            expected="a plan written by headway optimize --follow-network, an adaptive plan, or --adapt",
+            fix="Remove --decisions.",
         )
     try:
         with decisions.open("w" if _stays_here(command) else "a"):
@@ -224,7 +222,7 @@ def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str
     except OSError as failure:
         raise LaunchError(
             f"{decisions} cannot be written", got=failure.strerror or type(failure).__name__,
-            fix="Make the folder, or name another file.",
+            fix="Create the folder, or choose another file.",
         ) from None  # fmt: skip
     return {DECISIONS_VARIABLE: str(decisions.absolute())}
 
@@ -241,12 +239,12 @@ def _check_world_size(plan: Plan, command: Sequence[str]) -> None:
             "the plan is for another world size",
             got=f"{world_size} workers",
             expected=f"{plan.world_size}",
-            fix="Record this job and run headway optimize on that trace, or give --adapt.",
+            fix="Record this job and run headway optimize on that trace, or use --adapt.",
         )
 
 
 def _check_applied(ended: CommandOutcome) -> None:
-    """Raise LaunchError where the command ended well and no process of it followed the plan."""
+    """Raise LaunchError if no process of the successful command followed the plan."""
     if any(report.applied for report in ended.reports):
         return
     ranks = [report for report in ended.reports if report.rank >= 0]
@@ -254,13 +252,13 @@ def _check_applied(ended: CommandOutcome) -> None:
     if ranks:
         got = f"{len(ranks)} ranks that never constructed DistributedDataParallel"
     elif blind:
-        got = f"a Python that cannot follow it: {blind[0]}"
+        got = f"a Python that cannot load Headway: {blind[0]}"
     elif ended.reports:
-        got = "a command of which no process initialised a process group"
+        got = "a command in which no process initialised a process group"
     else:
-        got = "a command of which no Python process imported torch under Headway"
+        got = "a command in which no Python process imported torch under Headway"
     raise LaunchError(
         "the plan was not applied", got=got,
         expected="ranks that call init_process_group and construct DistributedDataParallel",
-        fix="Start it as for training, for example with torchrun; python -I and -E keep Headway out.",
+        fix="Start it as for training, for example with torchrun; python -I and -E disable Headway.",
     )  # fmt: skip

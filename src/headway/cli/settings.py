@@ -1,4 +1,4 @@
-"""``headway settings``: a plan for who cannot run it, as settings of other tools."""
+"""``headway settings``: export a plan as settings for other tools."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ NAMES = ("ddp", "fsdp2", "deepspeed", "megatron", "nccl", "rccl")
 @click.command("settings")
 @click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option(
-    "--for", "tool", type=click.Choice(NAMES), required=True, help="The tool that is to run the plan."
+    "--for", "tool", type=click.Choice(NAMES), required=True, help="The tool to write settings for."
 )
 @click.option(
     "--trace", "trace_path", type=click.Path(path_type=Path),
-    help="The recording that the plan was made from, where it is no longer where it was: some tools count elements or "
-    "name modules.",
+    help="The recording that the plan was made from, if it has moved: some settings count elements or name "
+    "modules.",
 )  # fmt: skip
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the files into this folder, which is made."
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the files into this new folder.")
 @click.option(
     "--as-replayed", is_flag=True,
-    help="nccl, rccl: also fix to rings what the plan leaves to the library, where a replay takes rings for it.",
+    help="nccl, rccl: also force rings where the plan leaves the choice to the library and replay assumes rings.",
 )  # fmt: skip
 @click.option(
     "--channels", type=click.IntRange(1, 64),
-    help="nccl: write a tuner's table, whose rules name so many channels. rccl: name them.",
+    help="nccl: write a tuner table with this number of channels in its rules. rccl: add it to the rules.",
 )  # fmt: skip
 @click.option(
     "--append", type=click.Path(path_type=Path),
-    help="nccl with --channels, rccl: a tuner's table whose rules are kept behind the plan's own.",
+    help="rccl, or nccl with --channels: append the rules of this tuner table to the plan's.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def settings(
@@ -56,59 +54,65 @@ def settings(
     append: Path | None,
     as_json: bool,
 ) -> None:
-    """Print PLAN as settings of another tool, and say what of it the tool cannot do."""
+    """Print PLAN as settings for another tool, and list what that tool cannot do."""
     from headway.interop.settings.tools import settings_for
     from headway.plan import Plan
 
     if output is not None:
         files.check_absent(output)
     plan = Plan.load(plan_path)
-    options = _of_collectives(tool, as_replayed, channels, append)
-    found = settings_for(tool, _asked(plan, trace_path, options))
+    options = _collective_options(tool, as_replayed, channels, append)
+    tool_settings = settings_for(tool, _request(plan, trace_path, options))
     if tool == "ddp" and plan.is_recorded:
-        found = _of_recorded(found, plan, keeps_files=output is not None)
+        tool_settings = _for_recorded_plan(tool_settings, plan, keeps_files=output is not None)
     if output is not None:
-        _write(found, output)
+        _write(tool_settings, output)
     if as_json:
         written = {} if output is None else {"path": str(output)}
-        output_of.print_document("settings", {**found.to_document(), **written})
+        output_of.print_document("settings", {**tool_settings.to_document(), **written})
         return
-    _say(found, output)
+    _say(tool_settings, output)
 
 
-def _of_recorded(found: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
-    """DDP's settings for the plan that was recorded, which change nothing where the script itself trained so."""
+def _for_recorded_plan(tool_settings: Settings, plan: Plan, *, keeps_files: bool) -> Settings:
+    """DDP's settings for the recorded plan: nothing to change, unless headway run applied it while recording."""
     from headway.strategies.registry import stock
 
     if plan.strategy == stock() and not plan.passes:
-        kept = found.files if keeps_files else {}
-        return replace(found, use="Nothing to change: this is what was recorded.", files=kept)
-    use = f"This is what was recorded: there is something to change only where headway run applied it. {found.use}"
-    return replace(found, use=use)
+        kept = tool_settings.files if keeps_files else {}
+        return replace(tool_settings, use="Nothing to change: this is what was recorded.", files=kept)
+    when = "change something only if headway run applied it while recording"
+    use = f"This is what was recorded: {when}. {tool_settings.use}"
+    return replace(tool_settings, use=use)
 
 
-def _of_collectives(
+def _collective_options(
     tool: str, as_replayed: bool, channels: int | None, append: Path | None
 ) -> CollectiveOptions:
-    """What was asked of collectives. Raises UserError where the tool chooses none, or has no table to append to."""
+    """The options for collectives. Raises UserError if the tool has none, or no table to append to."""
     from headway.interop.settings.asked import CollectiveOptions
     from headway.interop.settings.tools import OF_COLLECTIVES
     from headway.interop.settings.tuner_table import read_table
 
-    given = {"--as-replayed": as_replayed, "--channels": channels is not None, "--append": append is not None}
-    unknown = [name for name, is_given in given.items() if is_given]
+    options = {
+        "--as-replayed": as_replayed,
+        "--channels": channels is not None,
+        "--append": append is not None,
+    }
+    unknown = [name for name, is_set in options.items() if is_set]
     if unknown and tool not in OF_COLLECTIVES:
         raise UserError(
-            f"{' and '.join(unknown)}: not for {tool}", expected=f"--for {' or '.join(OF_COLLECTIVES)}"
+            f"{' and '.join(unknown)} cannot be used with --for {tool}",
+            expected=f"--for {' or '.join(OF_COLLECTIVES)}",
         )
     if append is not None and tool == "nccl" and channels is None:
-        raise UserError("--append without a table to append to", expected="--channels too, for nccl")
+        raise UserError("--append needs a table to append to", expected="--channels too, for nccl")
     appended = () if append is None else read_table(append)
     return CollectiveOptions(channels, appended, as_replayed)
 
 
-def _asked(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> Asked:
-    """The plan and the models of its trace, which it remembers. Raises PlanError where the trace is of another job."""
+def _request(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> Asked:
+    """The plan and the models of its trace. Raises PlanError if the trace is of another job."""
     from headway.interop.settings.asked import Asked
     from headway.trace.folder import load_trace
 
@@ -125,32 +129,34 @@ def _asked(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> A
     return Asked(plan, tuple(trace.stages) or (trace.model,), options)
 
 
-def _write(found: Settings, folder: Path) -> None:
-    """Write the files into a new folder: all of them or none."""
-    if not found.files:
+def _write(tool_settings: Settings, folder: Path) -> None:
+    """Write the files into a new folder: all or none."""
+    if not tool_settings.files:
         raise PlanError(
-            f"{found.tool} takes no files for this plan", got=f"-o {folder}", expected="arguments or variables alone",
-            fix="Leave out -o.",
+            f"{tool_settings.tool} needs no files for this plan", got=f"-o {folder}",
+            expected="arguments or variables only", fix="Remove -o.",
         )  # fmt: skip
     with files.folder_written_whole(folder) as unfinished:
-        for name, text in found.files.items():
+        for name, text in tool_settings.files.items():
             files.write_text(unfinished / name, text)
 
 
-def _say(found: Settings, folder: Path | None) -> None:
+def _say(tool_settings: Settings, folder: Path | None) -> None:
     console = output_of.console()
-    console.print(one_line(found.sentence()))
-    for lack in found.lacks:
+    console.print(one_line(tool_settings.sentence()))
+    for lack in tool_settings.lacks:
         console.print(f"Left out: {lack}.")
-    for caution in found.cautions:
+    for caution in tool_settings.cautions:
         console.print(f"Note: {caution}.")
-    console.print(found.use)
-    if found.environment:
-        console.print("\n".join(f"export {name}='{value}'" for name, value in found.environment.items()))
-    if found.arguments:
-        console.print(" ".join(found.arguments))
-    for name, text in found.files.items():
+    console.print(tool_settings.use)
+    if tool_settings.environment:
+        console.print(
+            "\n".join(f"export {name}='{value}'" for name, value in tool_settings.environment.items())
+        )
+    if tool_settings.arguments:
+        console.print(" ".join(tool_settings.arguments))
+    for name, text in tool_settings.files.items():
         if folder is None:
             console.print(f"\n# --- {name} ---\n{text}", end="")
     if folder is not None:
-        console.print("Wrote " + ", ".join(str(folder / name) for name in found.files) + ".")
+        console.print("Wrote " + ", ".join(str(folder / name) for name in tool_settings.files) + ".")

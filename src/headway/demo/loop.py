@@ -1,4 +1,4 @@
-"""The whole loop on this machine: record, diagnose, optimize, run what was planned, and compare."""
+"""Runs the demo: record, diagnose, optimize, run the plans, and compare."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headway.trace.format import Trace
 
 MODELS = {"gpt": "headway.demo.train_gpt", "digits": "headway.demo.train_digits"}
 WARM_UP_STEPS = 5
-CONTENDERS = 2  # the best plans of so many strategies are run besides stock DDP
+CONTENDERS = 2  # plans of other strategies that are run besides stock DDP
 STOCK = 0  # its number among the plans that are run
 RESULT, REPORT, PLAN = "demo.json", "report.html", "plan.yaml"
 PLANS = ("plan-1.yaml", "plan-2.yaml")
@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the demo trains, in which lab of one worker a host, and how long.
+    """Options of the demo: the model, the lab (one worker per host), and the number of steps.
 
     ``batch_share`` scales the batches that workers train on. ``probes`` says that links are measured before the
     recording, which is more precise than right after it.
@@ -60,21 +60,21 @@ class DemoOptions:
 
     @classmethod
     def quick(cls, **options: object) -> DemoOptions:
-        """The same loop in some two minutes: smaller batches, one contender, links measured after the recording."""
+        """Options for about two minutes: smaller batches, one contender, links measured after the recording."""
         shorter = {"steps": 14, "batch_share": 0.5, "contenders": 1, "probes": False}
         return cls(**{**options, **shorter})  # type: ignore[arg-type]
 
     @property
     def stages(self) -> int:
-        """How many stages there are, if as many plans are run as may be."""
+        """The maximum number of stages."""
         return 2 + self.probes + (1 + self.contenders) * self.rounds
 
 
 @dataclass(slots=True)
 class PlanRuns:
-    """A plan that is run: what replay predicted, and the steps of each run behind its warm-up, in ms.
+    """A plan that is run: the prediction, and the steps of each run after its warm-up, in ms.
 
-    ``plan_path`` is None for stock DDP, for which nothing has to be injected.
+    ``plan_path`` is None for stock DDP, which needs no plan.
     """
 
     candidate: Candidate
@@ -84,12 +84,12 @@ class PlanRuns:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """The name in tables."""
         return "stock DDP" if self.plan_path is None else self.candidate.short_name
 
     @property
     def measured(self) -> Measured:
-        """What its runs have measured; there is at least one."""
+        """The measurements of its runs, of which there is at least one."""
         return Measured.of(self.steps_ms)
 
     @property
@@ -99,11 +99,11 @@ class PlanRuns:
 
     @property
     def error(self) -> float:
-        """Predicted against measured."""
+        """The relative error of the prediction."""
         return self.candidate.predicted_ms / self.median_ms - 1
 
     def to_document(self) -> dict[str, object]:
-        """What is written of it."""
+        """The plan and its measurements as JSON data."""
         figures: dict[str, object] = {
             "name": self.name,
             "predicted_ms": self.candidate.predicted_ms,
@@ -122,16 +122,16 @@ class PlanRuns:
 
 @dataclass(slots=True)
 class DemoResult:
-    """Everything that the demo has found so far; ``runs`` begin with stock DDP.
+    """The results of the demo so far; the first of ``runs`` is stock DDP.
 
-    ``chosen`` is one of them: stock DDP, unless another was faster by more than rounds differ.
+    ``chosen`` is one of them: stock DDP, unless another was faster by more than the noise between rounds.
     """
 
     folder: Path
     stage: str = ""
     runs: tuple[PlanRuns, ...] = ()
     chosen: PlanRuns | None = None
-    found: SearchResult | None = None
+    search_result: SearchResult | None = None
     diagnosis: Diagnosis | None = None
     notices: list[str] = field(default_factory=list)
 
@@ -188,7 +188,7 @@ class DemoResult:
         return compared(self.rounds(), self.runs.index(run), STOCK).ratio
 
     def to_document(self) -> dict[str, object]:
-        """The fields that ``headway demo --json`` prints; before the end those that are known."""
+        """The fields that ``headway demo --json`` prints, as far as they are known."""
         fields: dict[str, object] = {
             "complete": self.chosen is not None,
             "stage": self.stage,
@@ -197,11 +197,11 @@ class DemoResult:
         }
         if self.diagnosis is not None:
             fields |= {"verdict": self.diagnosis.verdict, "report": str(self.report)}
-        if self.found is not None:
+        if self.search_result is not None:
             fields |= {
-                "reproduction_error": self.found.reproduction_error,
-                "can_rank_plans": self.found.can_rank,
-                "bound_ms": self.found.bound_ms,
+                "reproduction_error": self.search_result.reproduction_error,
+                "can_rank_plans": self.search_result.can_rank,
+                "bound_ms": self.search_result.bound_ms,
             }
         if self.chosen is not None:
             fields |= {
@@ -217,16 +217,16 @@ class DemoResult:
         return fields
 
     def save(self) -> None:
-        """Write what is known by now into the demo's folder."""
+        """Write the results so far into the demo's folder."""
         document = files.document("demo", **self.to_document())
         files.write_text(self.folder / RESULT, files.dump_json(document))
 
 
 def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
-    """Run the loop in a lab. ``progress`` is told each stage as it starts.
+    """Run the loop in a lab. ``progress`` is called with each stage as it starts.
 
-    What is found is written into the demo's folder as it comes. Raises LabError where the lab cannot be built,
-    HeadwayError where a stage fails, which says where the results until then are.
+    Results are written into the demo's folder as they come. Raises LabError if the lab cannot be built, and HeadwayError
+    if a stage fails, naming the file with the results so far.
     """
     lab = _Lab(options)
     result = DemoResult(options.folder, notices=lab.notices)
@@ -249,10 +249,10 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
         write_html(trace, result.diagnosis, result.report)
         begins("replaying every plan")
         replayer = Replayer(trace, cluster)
-        result.found = search(replayer)
-        result.runs = _plans_to_run(options, replayer, result.found)
+        result.search_result = search(replayer)
+        result.runs = _plans_to_run(options, replayer, result.search_result)
         for number in range(options.rounds):
-            # Interleaved and turned round, so that a drift of the machine hits every plan alike.
+            # Interleaved in alternating order, so that a drift of the machine affects all plans alike.
             for run in result.runs if number % 2 == 0 else reversed(result.runs):
                 begins(f"training with {run.name}, run {number + 1} of {options.rounds}")
                 lab.measure(run)
@@ -266,22 +266,22 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
 
 @contextmanager
 def _kept_when_failing(result: DemoResult) -> Iterator[None]:
-    """Save what is known when a stage fails, and say in one line which, why and where that is."""
+    """If a stage fails, save the results so far, and raise an error that names the stage, the reason and the file."""
     try:
         yield
     except Exception as failure:
         result.save()
         if not result.runs and isinstance(failure, UserError):
-            raise  # nothing was measured yet, and what was asked for is at fault
+            raise  # nothing was measured yet, and the options are at fault
         why = str(failure) if isinstance(failure, HeadwayError) else f"{type(failure).__name__}: {failure}"
         raise HeadwayError(
-            f"the demo failed while {result.stage}: {one_line(why, limit=600)} What it found until then is in "
+            f"the demo failed while {result.stage}: {one_line(why, limit=600)} Results so far are in "
             f"{result.folder / RESULT}"
         ) from failure
 
 
 class _Lab:
-    """Runs the demo's training script in a lab like the last one."""
+    """Runs the demo's training script, each time in a new lab of the same kind."""
 
     def __init__(self, options: DemoOptions) -> None:
         self._options = options
@@ -335,17 +335,17 @@ class _Lab:
         return [sys.executable, "-P", "-m", MODELS[self._options.model], "--steps", steps, "--batch", batch]
 
 
-def _plans_to_run(options: DemoOptions, replayer: Replayer, found: SearchResult) -> tuple[PlanRuns, ...]:
-    """Stock DDP, which was recorded, and the best plans of other strategies, or of other buckets of stock DDP.
+def _plans_to_run(options: DemoOptions, replayer: Replayer, result: SearchResult) -> tuple[PlanRuns, ...]:
+    """Stock DDP as recorded, and the best plans of each strategy (also stock DDP with other buckets).
 
-    They are among those that the script can run as it is.
+    Only plans that the script can run as it is.
     """
-    stock = found.recorded
+    stock = result.recorded
     assert stock is not None, "there is no memory limit"
     best: dict[str, Candidate] = {}
-    for each in found.candidates:
-        if each.changed and is_measurable(each):
-            best.setdefault(each.strategy.name, each)
+    for candidate in result.candidates:
+        if candidate.changed and is_measurable(candidate):
+            best.setdefault(candidate.strategy.name, candidate)
     runs = [PlanRuns(stock, None)]
     for candidate, name in zip([*best.values()][: options.contenders], PLANS, strict=False):
         plan_of(candidate, replayer).save(options.folder / name)

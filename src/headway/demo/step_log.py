@@ -1,4 +1,4 @@
-"""What a training script writes down of itself: the loss and the wall-clock end of every step."""
+"""Logs the loss and the end time of every step of a training script."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 @dataclass
 class StepLog:
-    """Rank 0's losses and step ends, independent of any recording. Nothing is written where ``path`` is None."""
+    """Rank 0's losses and step end times, independent of any recording. Nothing is written if ``path`` is None."""
 
     path: Path | None
     losses: list[torch.Tensor] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
 
     def step(self, loss: torch.Tensor) -> None:
-        """Note a step; the loss is read only when the log is written."""
+        """Add a step; the loss is read only when the log is written."""
         self.losses.append(loss.detach())
         self.ends_s.append(time.perf_counter())
 

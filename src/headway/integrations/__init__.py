@@ -1,1 +1,1 @@
-"""Getting into other people's programs: launchers and trainers."""
+"""Integration into users' programs: launchers and training scripts."""

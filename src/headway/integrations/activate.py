@@ -1,8 +1,8 @@
-"""Inside a process of somebody's command: wait until it is a rank, then put the recorder and the plan in place.
+"""Activates Headway inside a user's process: once it is a rank, installs the recorder and the plan.
 
-A process is a rank from when its default process group is initialised, with the rank that torch then says. What it is,
-and what it refuses, it tells its launcher (``reports``). What a rank starts may train in process groups of its own, as
-evaluations do: they are left alone.
+A process becomes a rank when its default process group is initialised. It reports its rank and any refusals to its
+launcher (``reports``). Processes started by a rank may train in process groups of their own, as evaluations do: these
+are ignored.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from headway.errors import HeadwayError, UserError
 from headway.integrations import reports
 from headway.integrations.launch import PLAN_VARIABLE, RECORD_VARIABLE, TIME_VARIABLE
 
-STEPS_ALONE = 3  # of an optimizer without a process group, after which a process is said to train alone
+STEPS_ALONE = 3  # by an optimizer without a process group, before a process is reported as training alone
 REFUSED_KEY = "headway/refused"  # in the job's store, for the launchers of other hosts
 
 
 def on_torch_import(_torch: Any) -> None:
-    """Patch ``torch.distributed`` for what the environment asks. Called once, when torch has been imported."""
+    """Patch ``torch.distributed`` as the environment asks. Called once, after torch is imported."""
     import torch.distributed as dist
 
     if not dist.is_available():
         return
-    if reports.is_below_a_rank():
+    if reports.is_started_by_rank():
         _call_when_a_rank(functools.partial(_leave_alone, set()))
         return
     from headway import torch_private
     from headway.strategies.live import reads
 
     reads.install()  # before scripts import what it replaces by name
-    reports.say()
+    reports.update()
     _end_cleanly_on_own_errors()
     torch_private.let_gloo_finish_in_time()
     forget = _notice_training_alone()
-    _call_when_a_rank(functools.partial(_put_in_place, set(), forget))
+    _call_when_a_rank(functools.partial(_activate, set(), forget))
 
 
-def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
-    """Make this process, which has just become a rank, record or follow the plan; once a process."""
+def _activate(done: set[int], not_alone: Callable[[], None]) -> None:
+    """Make this process, which has just become a rank, record or follow the plan; once per process."""
     import torch.distributed as dist
 
     if os.getpid() in done:
         return
     not_alone()
-    if reports.is_below_a_rank():  # forked by one
+    if reports.is_started_by_rank():  # forked by one
         _leave_alone(done)
         return
     done.add(os.getpid())
     os.environ[reports.RANK_VARIABLE] = str(os.getpid())
-    reports.say(rank=dist.get_rank(), world_size=dist.get_world_size(), alone=False)
+    reports.update(rank=dist.get_rank(), world_size=dist.get_world_size(), alone=False)
     plan_path = os.environ.get(PLAN_VARIABLE)
     record_options = os.environ.get(RECORD_VARIABLE)
     try:
@@ -76,21 +76,21 @@ def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
         raise error.with_traceback(None) from None
 
 
-def _leave_alone(said: set[int]) -> None:
-    """A process that a rank has started has a process group of its own: say so, once a process, and do nothing else."""
+def _leave_alone(done: set[int]) -> None:
+    """Ignore the process group of a process that a rank started, and say so once per process."""
     import torch.distributed as dist
 
-    if os.getpid() in said:
+    if os.getpid() in done:
         return
-    said.add(os.getpid())
+    done.add(os.getpid())
     planned = sys.modules.get("headway.integrations.plan_injection")
     if planned is not None:
         planned.uninstall()
     if dist.get_rank() == 0:
         above, size = os.environ[reports.RANK_VARIABLE], dist.get_world_size()
         print(
-            f"headway: a process group of {size} {'rank' if size == 1 else 'ranks'} that rank process {above} has "
-            "started is not the job's, and is left alone",
+            f"headway: ignoring a process group of {size} {'rank' if size == 1 else 'ranks'}: it was started by rank "
+            f"process {above} and is not the job's",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -114,7 +114,7 @@ def _call_when_a_rank(became: Callable[[], None]) -> None:
 
 
 def _notice_training_alone() -> Callable[[], None]:
-    """Tell the launcher when an optimizer steps several times without a process group; returns what ends that."""
+    """Report when an optimizer steps several times without a process group; returns a function that ends this."""
     from headway.torch_private.optimizers import after_every_step
 
     steps = 0
@@ -123,28 +123,28 @@ def _notice_training_alone() -> Callable[[], None]:
         nonlocal steps
         steps += 1
         if steps == STEPS_ALONE:
-            reports.say(alone=True)
+            reports.update(alone=True)
 
     handle = after_every_step(stepped)
     return handle.remove
 
 
 def leave_refusal(error: UserError) -> bool:
-    """Leave one of Headway's own errors for the launchers of this job; returns whether this host's will show it."""
+    """Report one of Headway's errors to the job's launchers; returns whether this host's launcher will show it."""
     from headway import torch_private
 
-    first = reports.said("refused") or str(error)  # what comes of it later is not the cause
-    is_heard = reports.say(refused=first)
-    with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
+    first = reports.reported("refused") or str(error)  # later errors are consequences
+    is_heard = reports.update(refused=first)
+    with contextlib.suppress(Exception):  # there is no group, or the rank that kept the store is gone
         if not torch_private.kept_in_a_file():
             torch_private.default_store(torch_private.SHORT_LIMIT_S).set(REFUSED_KEY, str(error))
     return is_heard
 
 
 def _end_cleanly_on_own_errors() -> None:
-    """Leave Headway's own errors to the launcher, which shows them as its last line, instead of a traceback here.
+    """Report Headway's errors to the launcher, which prints them as its last line, instead of a traceback here.
 
-    A script's own excepthook, or one that it puts in place of this, is heeded; what it hides is found at the exit.
+    The script's own excepthook is still called; an error that it hides is reported at exit.
     """
     import atexit
 
@@ -152,21 +152,21 @@ def _end_cleanly_on_own_errors() -> None:
 
     @functools.wraps(before)
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        refusal = _own_error(error)
+        refusal = _refusal_behind(error)
         is_heard = refusal is not None and leave_refusal(refusal)
         if not isinstance(error, HeadwayError):
             before(kind, error, trace)
         elif not is_heard:
-            rank = reports.said("rank")
+            rank = reports.reported("rank")
             where = f"rank {rank}: " if rank is not None and not str(error).startswith("rank ") else ""
             print(f"headway: {where}{error}", file=sys.stderr, flush=True)
         if refusal is None:
             _look_for_a_peers_refusal()
 
     def at_exit() -> None:
-        own = _own_error(getattr(sys, "last_value", None))
-        if own is not None and not reports.said("refused"):
-            leave_refusal(own)
+        refusal = _refusal_behind(getattr(sys, "last_value", None))
+        if refusal is not None and not reports.reported("refused"):
+            leave_refusal(refusal)
         if multiprocessing.parent_process() is not None:  # data loaders start many that never are ranks
             reports.withdraw()
 
@@ -174,8 +174,8 @@ def _end_cleanly_on_own_errors() -> None:
     atexit.register(at_exit)
 
 
-def _own_error(error: BaseException | None) -> UserError | None:
-    """The refusal of Headway's own that ``error`` is or was raised from; None where there is none."""
+def _refusal_behind(error: BaseException | None) -> UserError | None:
+    """The UserError that ``error`` is or was raised from, or None."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, UserError):
@@ -186,11 +186,11 @@ def _own_error(error: BaseException | None) -> UserError | None:
 
 
 def _look_for_a_peers_refusal() -> None:
-    """Where another rank refused, this one fails for want of it: its launcher should say the reason."""
+    """If another rank refused, report its reason: this rank fails only because that one is missing."""
     from headway import torch_private
 
-    with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
+    with contextlib.suppress(Exception):  # there is no group, or the rank that kept the store is gone
         if os.environ.get(PLAN_VARIABLE) and not torch_private.kept_in_a_file():
             store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
             if store.check([REFUSED_KEY]):
-                reports.say(refused=store.get(REFUSED_KEY).decode(errors="replace"))
+                reports.update(refused=store.get(REFUSED_KEY).decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Whether a plan fits a job, and what becomes of it where that has another number of workers."""
+"""Checks that a plan fits a job, and adapts its strategy to another number of workers."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:
 
 
 def strategy_for(plan: Plan, model: nn.Module, process_group: Any = None) -> Strategy:
-    """What ``plan`` has ``model`` trained under on ``process_group``.
+    """The strategy by which ``plan`` trains ``model`` on ``process_group``.
 
-    One that adapts holds for other numbers of workers than the plan's, as an elastic job has after a death: it is tuned
-    anew there, and the first rank says so. Raises PlanError for another model, and where any other plan was made for
-    another number of workers.
+    A plan that adapts also holds for other numbers of workers, as in an elastic job after a failure: its schedule is
+    then retuned, and rank 0 says so. Raises PlanError for another model, and for another number of workers if the plan
+    does not adapt.
     """
     import torch.distributed as dist
 
     check(plan, model, process_group)
     workers = dist.get_world_size(process_group)
-    found = _for_workers(plan, workers)
-    if found is None:
+    retuned = _for_workers(plan, workers)
+    if retuned is None:
         return plan.strategy
     if dist.get_rank(process_group) == 0:
         why = (
             f"the plan is for {counted(plan.world_size, 'worker')}, and the job has {workers}: "
-            "its schedule is tuned anew"
+            "retuning its schedule"
         )
-        before, order = plan.strategy.describe(), found.describe()
+        before, order = plan.strategy.describe(), retuned.describe()
         journal = Journal.wanted()
         if journal is not None:
             journal.add(Entry(step=0, before=before, order=order, reason=why, measured_ms=0.0))
         if journal is None or not journal.prints:
             print(f"headway: {why}", file=sys.stderr)
-    return found
+    return retuned
 
 
 def _for_workers(plan: Plan, workers: int) -> Strategy | None:
-    """What a plan that adapts is for another number of workers than it was made for; None for all else."""
+    """The strategy of an adaptive plan for another number of workers; None for all other plans and for its own number."""
     if workers == plan.world_size:
         return None
     return cast("Strategy | None", plugin_of(plan.strategy).for_workers(plan.strategy))

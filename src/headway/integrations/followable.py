@@ -1,4 +1,4 @@
-"""Which plans an unmodified script can follow; needs no torch, so that a launcher refuses before it starts anything."""
+"""Decides which plans an unmodified script can follow. Needs no torch, so launchers refuse before starting a command."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headway.strategies.registry import plugin_of
 
 
 def injection_of(plan: Plan) -> Injection[Any] | ScheduleInjection[Any]:
-    """How a script's own wrapper, or its schedule of a pipeline, becomes the plan's.
+    """How the script's own wrapper or pipeline schedule is replaced by the plan's.
 
-    Raises UnsupportedError where only ``headway.parallelize`` can.
+    Raises UnsupportedError if only ``headway.parallelize`` can apply the plan.
     """
     plugin = plugin_of(plan.strategy)
     injection = plugin.injection or plugin.schedule_injection

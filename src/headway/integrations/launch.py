@@ -1,4 +1,4 @@
-"""Starting somebody's command so that its ranks record, or follow a plan, without an edit to it."""
+"""Runs a user's command, unmodified, such that its ranks record or follow a plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headway.integrations.reports import (
     REPORTS_VARIABLE,
     Report,
     first_refusal,
-    heard_by,
     read_reports,
+    reports_value,
 )
 from headway.plugins import RANK_VARIABLES
 
@@ -32,7 +32,7 @@ _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
 
 
 def stated_world_size(command: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """The number of ranks that ``command`` starts on all hosts together; None where that cannot be read off it."""
+    """The number of ranks that ``command`` starts on all hosts together; None if the command does not tell."""
     options = _options(command)
     if options is None:
         return None
@@ -47,7 +47,7 @@ def spreads(command: Sequence[str]) -> bool:
 
 
 def starts_all_here(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether all ranks of the job are on this host, as far as can be read off ``command`` and where it is started."""
+    """Whether all ranks of the job are on this host, as far as ``command`` and ``environment`` tell."""
     if any(environment.get(name) for name in RANK_VARIABLES):
         return False
     options = _options(command)
@@ -59,32 +59,36 @@ def _options(command: Sequence[str]) -> Sequence[str] | None:
     for number, word in enumerate(command):
         if Path(word).name == "torchrun" or (number and command[number - 1] == "-m" and word in _MODULES):
             words = command[number + 1 :]
-            ends = [at for at, each in enumerate(words) if each.endswith(".py") or each in ("-m", "--module")]
+            ends = [
+                at
+                for at, option in enumerate(words)
+                if option.endswith(".py") or option in ("-m", "--module")
+            ]
             return words[: ends[0]] if ends else None
     return None
 
 
 def _stated(options: Sequence[str], names: tuple[str, ...], default: str) -> str:
-    """The last value given to an option, or "" where it is given in a form that is not read here."""
-    found = default
+    """The last value of an option, or "" if it is abbreviated."""
+    stated = default
     for at, word in enumerate(options):
         name, equals, value = word.partition("=")
         if name in names:
-            found = value if equals else "".join(options[at + 1 : at + 2])
+            stated = value if equals else "".join(options[at + 1 : at + 2])
         elif name.startswith("--n") and any(full.startswith(name) for full in names):
             return ""  # an abbreviation, which torchrun takes too
-    return found
+    return stated
 
 
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
 TIME_VARIABLE = "HEADWAY_TIME"
 POLL_S = 0.5
-SENT_TO_ALL_WITHIN_S = 2.0  # by when some process has heeded a signal that was sent to all of them
+SENT_TO_ALL_WITHIN_S = 2.0  # within which some process ends if a signal was sent to all of them
 INSIST_AFTER_S = 12.0
-LAST_WORDS_S = 20.0  # for ranks of a command that has ended to write their recordings
+RECORDINGS_WITHIN_S = 20.0  # for ranks of a command that has ended to write their recordings
 END_AFTER_REFUSAL_S = 30.0  # for a command to end by itself where a rank refused
-LEFT_BEHIND_S = 60.0  # for ranks to leave where others have
+LEFT_BEHIND_S = 60.0  # for the remaining ranks to leave after the first
 KILL_AFTER_S = 35.0  # torchrun takes 30 s to end workers that do not want to
 
 _INJECT = Path(__file__).parent / "inject"
@@ -93,9 +97,9 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """How a command ended: its exit status (128 + N for signal N), the signal Headway was sent, and what was said.
+    """How a command ended: its exit status (128 + N for signal N), the signal sent to Headway (or 0), and the reports.
 
-    ``out_of_time`` says that it was ended because it took too long.
+    ``out_of_time`` says that the command was stopped because it took too long.
     """
 
     status: int
@@ -105,7 +109,7 @@ class CommandOutcome:
 
     @property
     def exit_status(self) -> int:
-        """What Headway should exit with for it."""
+        """The status with which Headway should exit."""
         return 128 + self.interrupted_by if self.interrupted_by else self.status
 
 
@@ -141,18 +145,19 @@ def run_command(
     leaving: bool = False,
     most_s: float = math.inf,
 ) -> CommandOutcome:
-    """Run ``command``, hand on SIGINT and SIGTERM, and wait until its ranks on this host have said their last.
+    """Run ``command``, forward SIGINT and SIGTERM, and wait until its ranks on this host have written their recordings.
 
-    ``reports`` is an empty folder for what processes say of themselves; ``on_reports`` gets it whenever that changes.
-    What the command prints goes to ``output``, if given. ``leaving`` says that ranks leave when they are done: where
-    some have and others do not, the command is ended. So it is where not all have in ``most_s`` seconds.
-    Raises LaunchError where the command cannot be started, and the first of Headway's own errors that a rank left.
+    ``reports`` is an empty folder for reports of processes; ``on_reports`` is called with them whenever they change.
+    The command's output goes to ``output``, if not None. ``leaving`` says that ranks leave when they are done: the
+    command is stopped if some ranks have left and others do not, or if not all have left within ``most_s`` seconds.
+
+    Raises LaunchError if the command cannot be started, or with the first error that a rank reported.
     """
     try:
-        told = {REPORTS_VARIABLE: heard_by(environment, reports)}
+        variables = {REPORTS_VARIABLE: reports_value(environment, reports)}
         process = subprocess.Popen(
             command,
-            env={**environment, **told},
+            env={**environment, **variables},
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
         )
@@ -164,7 +169,7 @@ def run_command(
             fix="Check its spelling.",
         ) from None
     running = _Running(process, reports, on_reports, leaving=leaving, most_s=most_s)
-    # What a shell has ignored, for a command in the background, stays ignored.
+    # Signals that the shell ignores for a background command stay ignored.
     heeded = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, running.forward) for number in heeded}
     try:
@@ -172,15 +177,15 @@ def run_command(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    said = read_reports(reports)
-    if not running.interrupted_by and (refusal := first_refusal(said)):
+    last_reports = read_reports(reports)
+    if not running.interrupted_by and (refusal := first_refusal(last_reports)):
         raise LaunchError(refusal)
     status = 128 - status if status < 0 else status
-    return CommandOutcome(status, running.interrupted_by, said, running.out_of_time)
+    return CommandOutcome(status, running.interrupted_by, last_reports, running.out_of_time)
 
 
 class _Running:
-    """A command that runs, and what its processes have said so far."""
+    """A running command and the reports of its processes."""
 
     def __init__(
         self,
@@ -206,9 +211,9 @@ class _Running:
         self.interrupted_by = 0
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
-        """Hand a signal on, a first one not at once: a terminal, or a scheduler, sends it to every process itself.
+        """Forward a signal; the first one is delayed, since a terminal or scheduler sends it to every process itself.
 
-        torchrun leaves its ranks behind where a second signal finds it ending them.
+        torchrun leaves its ranks behind if a second signal arrives while it ends them.
         """
         if self.interrupted_by:
             self._process.send_signal(number)
@@ -220,7 +225,7 @@ class _Running:
         self._insist_at_s = time.monotonic() + INSIST_AFTER_S
 
     def _hand_on(self) -> None:
-        """Send the signal on where no process of the command has ended since, or that was all."""
+        """Forward the signal if no process of the command has ended since, or if too much time has passed."""
         now_s = time.monotonic()
         if now_s < self._forward_at_s:
             return
@@ -232,7 +237,7 @@ class _Running:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(POLL_S)
-                self._wait_for_last_words()
+                self._wait_for_recordings()
                 return status
             self._look()
             self._hand_on()
@@ -258,7 +263,7 @@ class _Running:
                 self._wait_for_those_left()
 
     def _wait_for_those_left(self) -> None:
-        """Others may wait for ever for a rank that has left; once all have, the command ends when it likes."""
+        """Limit the time of remaining ranks, which may wait forever for one that left, until all have left."""
         if self.out_of_time:
             return
         ranks = [report for report in self._reports if report.rank >= 0]
@@ -268,9 +273,9 @@ class _Running:
         elif done:
             self._end_at_s = min(self._end_at_s, time.monotonic() + LEFT_BEHIND_S)
 
-    def _wait_for_last_words(self) -> None:
-        """Ranks may outlive their launcher for a while: torchrun's do when it is told to end twice."""
-        deadline = time.monotonic() + LAST_WORDS_S
+    def _wait_for_recordings(self) -> None:
+        """Wait for recordings: ranks may outlive their launcher, as under torchrun after two signals."""
+        deadline = time.monotonic() + RECORDINGS_WITHIN_S
         while time.monotonic() < deadline:
             self._look()
             here = socket.gethostname()
@@ -283,15 +288,15 @@ class _Running:
 
 
 def _descendants(pid: int) -> tuple[int, ...]:
-    """The processes that ``pid`` has started, itself included, and those that they have."""
+    """``pid`` and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if entry.name.isdecimal() and (parent := _stat(int(entry.name))[1:2]):
             children.setdefault(int(parent[0]), []).append(int(entry.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return tuple(found)
+    pids = [pid]
+    for parent_pid in pids:
+        pids += children.get(parent_pid, [])
+    return tuple(pids)
 
 
 def _is_alive(pid: int) -> bool:
@@ -305,7 +310,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """The state of a process, its parent and so on; nothing where it is gone."""
+    """The fields of /proc/PID/stat from the state on; [] if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

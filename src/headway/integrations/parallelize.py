@@ -1,4 +1,4 @@
-"""``headway.parallelize``: wrap a model as a plan says, or tune its schedule while it trains."""
+"""``headway.parallelize``: wraps a model as a plan says, or tunes its schedule during training."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def parallelize(
     it on every rank, after ``torch.distributed.init_process_group``.
 
     Without a plan the strategy is ``adaptive``: the all-reduce is decoupled, and its schedule is tuned during the first
-    steps. That needs no recording, but some tens of steps are not optimal. Stock DDP is measured too, and does the
-    steps from then on unless a schedule is faster. A plan from ``headway.optimize`` is in force from the first step,
-    and keeps stock DDP if nothing else is predicted to be faster.
+    steps. That needs no recording, but some tens of steps are not optimal. Stock DDP is measured too, and is used from
+    then on unless a schedule is faster. A plan from ``headway.optimize`` applies from the first step, and keeps stock
+    DDP if nothing else is predicted to be faster.
 
-    Under a pipeline, the model is cut into a stage a rank, and the result's ``train_step(batch, target)`` takes the
-    place of forward, ``loss_fn`` and backward (``headway.strategies.pipeline.pipelined.PipelinedModel``).
-    ``optimizer`` then updates this rank's stage. Modules other than ``torch.nn.Sequential`` need ``example_batch`` for
-    that, a batch as ``train_step`` will be given them: only shapes and types of its tensors count. So the stage is
-    known at once: an optimizer's state can be loaded, and what cannot be cut is refused here rather than in a step.
-    On a ``mesh`` with the dimensions "pipeline" and "data" there are pipelines side by side, each with a batch of its
-    own, and what the plan has for "data" averages the gradients of a stage's replicas: stock DDP where it has nothing.
-    Without ``mesh`` that of the plan holds.
+    Under a pipeline plan, the model is split into one stage per rank, and the result's ``train_step(batch, target)``
+    replaces forward, ``loss_fn`` and backward (``headway.strategies.pipeline.pipelined.PipelinedModel``).
+    ``optimizer`` then updates this rank's stage. Modules other than ``torch.nn.Sequential`` need ``example_batch``, a
+    batch like those passed to ``train_step``: only shapes and dtypes of its tensors matter. With it the stage exists
+    at once: an optimizer's state can be loaded, and a model that cannot be split is refused here.
+    On a ``mesh`` with the dimensions "pipeline" and "data", pipelines are replicated, each with a batch of its own,
+    and the plan's strategy for "data" averages the gradients of a stage's replicas: stock DDP by default. ``mesh``
+    defaults to that of the plan.
 
     Raises PlanError if the plan is for another model, or another number of workers unless it adapts, UnsupportedError
     if the model or an option would train wrongly, UserError if there is no process group or the optimizer updates
@@ -75,15 +75,15 @@ def parallelize(
     if isinstance(planned, PipelineStrategy | MeshStrategy):
         _check_updates(optimizer, model)
         if ddp_options:
-            raise UnsupportedError("a pipeline takes no options of DDP", got=", ".join(sorted(ddp_options)))
+            raise UnsupportedError("a pipeline accepts no DDP options", got=", ".join(sorted(ddp_options)))
         return _pipelined(model, optimizer, plan, planned, loss_fn, example_batch, mesh)
     if loss_fn is not None or example_batch is not None:
         raise UserError(
-            "loss_fn and example_batch are for pipelines alone",
-            fix="Leave them out, and compute the loss as before.",
+            "loss_fn and example_batch are only for pipelines",
+            fix="Remove them, and compute the loss as before.",
         )
     if mesh is not None:
-        raise UserError("mesh is for pipelines alone", fix="Leave it out, or give process_group.")
+        raise UserError("mesh is only for pipelines", fix="Remove it, or pass process_group.")
     if isinstance(plan, Strategy):
         strategy = plan
     elif plan is not None:
@@ -99,13 +99,13 @@ def parallelize(
 def finish(model: nn.Module, *, timeout_s: float = 300.0) -> tuple[int, ...]:
     """End the training of ``model``, which a plan has wrapped, with the same model on all ranks.
 
-    Call it once, on every rank, after the last step, before the model is evaluated or saved for good. Under partial
-    all-reduce each rank, or each host, has trained a model of its own: all get the mean of them. A strategy of another
-    package ends as it says itself. Under any other strategy ranks have the same model anyway, and nothing happens.
-    Returns the ranks whose models are in it: under partial
-    all-reduce one that was lost, or did not come within half of ``timeout_s``, is not.
+    Call it once, on every rank, after the last step and before the final evaluation or checkpoint. Under partial
+    all-reduce each rank, or each host, has trained its own model: all get the mean of these. Strategies of other
+    packages say how they end. Under other strategies all ranks have the same model, and nothing happens. Returns the
+    ranks that contributed to the model: under partial all-reduce, ranks that were lost or did not arrive within half
+    of ``timeout_s`` are missing.
 
-    Raises CommunicationError where no rank gives the final model in time, or the strategy lost a rank; the model is
+    Raises CommunicationError if no rank provides the final model in time, or if the strategy lost a rank; the model is
     then this rank's own.
     """
     import torch.distributed as dist
@@ -139,30 +139,30 @@ def _pipelined(
     placement = placed(strategy, mesh, plan.mesh if isinstance(plan, Plan) else None, device)
 
     def replicate(stage: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        # Buffers are shared once a step, and not at every micro-batch's forward.
+        # Synchronise buffers once per step, not in every micro-batch's forward.
         options = inspect.signature(DistributedDataParallel.__init__).parameters
         shares = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
         return plugin_of(data).wrap(stage, data, process_group=group, **{shares: False})
 
-    found = pipelined(model, optimizer, order, loss_fn, example, placement=placement, replicate=replicate)
+    wrapped = pipelined(model, optimizer, order, loss_fn, example, placement=placement, replicate=replicate)
     if isinstance(plan, Plan):
-        plan.check_stage(model_spec(found.stage), placement.stage, placement.stages, dist.get_world_size())
-    return found
+        plan.check_stage(model_spec(wrapped.stage), placement.stage, placement.stages, dist.get_world_size())
+    return wrapped
 
 
 def _check_updates(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UserError unless ``optimizer`` has parameters of ``model``: another one would leave it as it is."""
+    """Raise UserError unless ``optimizer`` has parameters of ``model``: otherwise the model would not train."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         raise UserError(
-            "no optimizer was given", got=type(optimizer).__name__, expected="a torch.optim.Optimizer",
+            "no optimizer was passed", got=type(optimizer).__name__, expected="a torch.optim.Optimizer",
             fix="Call headway.parallelize(model, optimizer, plan).",
         )  # fmt: skip
-    known = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in known for group in groups for parameter in group["params"]):
+    trained = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in trained for group in groups for parameter in group["params"]):
         raise UserError(
             "the optimizer updates no parameter of the model",
-            got=f"a {type(optimizer).__name__} over {sum(len(group['params']) for group in groups)} others",
+            got=f"{type(optimizer).__name__} with {sum(len(group['params']) for group in groups)} other parameters",
             expected="the optimizer of this model",
-            fix="Construct it over model.parameters(), after the model is moved.",
+            fix="Construct it with model.parameters(), after the model is moved to its device.",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A plan for unmodified scripts with pipelines: their own schedules carry out the planned order."""
+"""Applies a plan to unmodified scripts with pipelines: their own schedules follow the planned order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All memory of ``device``; None where nothing says."""
+    """The total memory of ``device``, or None if unknown."""
     if device.type == "cuda":
         total_bytes: int = torch.cuda.get_device_properties(device).total_memory
         return total_bytes
@@ -46,10 +46,10 @@ def install(
     on_refusal: Callable[[UserError], object] | None = None,
     on_applied: Callable[[], object] | None = None,
 ) -> None:
-    """From now on schedules of ``torch.distributed.pipelining`` follow ``plan`` in this process.
+    """Make schedules of ``torch.distributed.pipelining`` follow ``plan`` in this process.
 
-    The first step of one raises PlanError where its stages are not the plan's, before anything is computed.
-    ``on_refusal`` is called with what it raises, for a script may catch it; ``on_applied`` when a schedule follows.
+    A schedule's first step raises PlanError, before any computation, if its stages are not the plan's. ``on_refusal``
+    is called with the error too, since the script may catch it; ``on_applied`` is called when a schedule follows.
     """
     uninstall()
 
@@ -71,7 +71,7 @@ def install(
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
-    """Raise PlanError where a rank is predicted to need more than all the memory that there is on ``device``."""
+    """Raise PlanError if a rank is predicted to need more than the total memory of ``device``."""
     needed_bytes = plan.prediction.peak_bytes if plan.prediction is not None else None
     there_bytes = memory_bytes(device)
     if needed_bytes is not None and there_bytes is not None and needed_bytes > there_bytes:
@@ -83,6 +83,6 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 
 
 def uninstall() -> None:
-    """Leave schedules that are constructed from now on as torch made them."""
+    """Stop changing schedules that are constructed from now on."""
     while _undo:
         _undo.pop()()

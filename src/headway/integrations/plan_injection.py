@@ -1,7 +1,7 @@
-"""A plan for unmodified scripts: their own ``DistributedDataParallel(model, ...)`` gives the planned runtime.
+"""Applies a plan to unmodified scripts: their ``DistributedDataParallel(model, ...)`` constructs the planned runtime.
 
-The class itself is changed rather than the name ``DistributedDataParallel``, so that it does not matter how and when a
-script imported it.
+The class itself is patched, not the name ``DistributedDataParallel``, so that it does not matter how and when a script
+imported it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _stock_signature = inspect.signature(_stock_init)
 
 @dataclass(slots=True)
 class _Installed:
-    """The plan of this process. ``wrapper`` takes the place of DistributedDataParallel, where the strategy has one."""
+    """The plan of this process. ``wrapper``, if the strategy has one, replaces DistributedDataParallel."""
 
     plan: Plan
     injection: Injection[Any]
@@ -46,24 +46,22 @@ class _Installed:
     wrapper_init: Callable[..., None] | None
     on_refusal: Callable[[UserError], object] | None
     step_hook: StepHook
-    followed: bool = False  # whether a model has been wrapped as the plan says
-    in_place: set[int] = field(
-        default_factory=set
-    )  # ids of wrappers that take the place of DistributedDataParallel
+    followed: bool = False  # whether a model was wrapped as the plan says
+    in_place: set[int] = field(default_factory=set)  # ids of wrappers that replace a DistributedDataParallel
 
 
 _installed: _Installed | None = None
 
 
 def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None) -> None:
-    """From now on ``DistributedDataParallel(model, ...)`` of the plan's model follows ``plan`` in this process.
+    """Make ``DistributedDataParallel(model, ...)`` of the plan's model follow ``plan`` in this process.
 
-    The call raises PlanError where the number of workers is not the plan's, unless that adapts. Other models stay
-    stock, and rank 0 says so. Where no model has followed the plan when one of them is first called, that raises
-    PlanError; so does the first step of an optimizer whose model is sharded with ``fully_shard``. ``on_refusal`` is
-    called with what these two raise, for a script may catch it.
+    The call raises PlanError for another number of workers, unless the plan adapts. Other models stay stock, and rank
+    0 says so. PlanError is also raised by the first call of another model if no model has followed the plan by then,
+    and by the first step of an optimizer whose model is sharded with ``fully_shard``. ``on_refusal`` is called with
+    these two errors too, since the script may catch them.
 
-    Raises UnsupportedError for a strategy that can only be had with ``headway.parallelize``.
+    Raises UnsupportedError for a strategy that needs ``headway.parallelize``.
     """
     global _installed  # noqa: PLW0603 - the class that is changed is the process's too
     uninstall()
@@ -89,12 +87,12 @@ def _tell(error: UserError) -> None:
 
 
 def followed() -> bool:
-    """Whether a model has been wrapped as the installed plan says."""
+    """Whether a model was wrapped as the installed plan says."""
     return _installed is not None and _installed.followed
 
 
 def uninstall() -> None:
-    """Leave ``DistributedDataParallel`` as stock again."""
+    """Restore stock ``DistributedDataParallel``."""
     global _installed  # noqa: PLW0603 - as above
     if _installed is None:
         return
@@ -104,13 +102,13 @@ def uninstall() -> None:
     _installed = None
     torch.compile = _stock_compile
     DistributedDataParallel.__init__ = _stock_init  # type: ignore[method-assign]
-    # __new__ stays: with no plan it does what object's does, and CPython does not undo its assignment cleanly.
+    # __new__ stays: without a plan it acts like object's, and CPython cannot cleanly undo its assignment.
 
 
 @functools.wraps(_stock_compile)
 def _compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
     if _installed is not None and _installed.wrapper is not None and isinstance(model, _installed.wrapper):
-        model.compile()  # says why not
+        model.compile()  # raises the reason
     return _stock_compile(model, *args, **kwargs)
 
 
@@ -118,7 +116,7 @@ def _planned_new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
     if _installed is None or _installed.wrapper is None:
         return object.__new__(cls)
     model = kwargs.get("module", args[0] if args else None)
-    if model is None:  # a copy, or one that is loaded
+    if model is None:  # copied or unpickled
         return object.__new__(cls)
     if isinstance(model, nn.Module):
         planned = _is_planned(_installed.plan, model)
@@ -144,39 +142,39 @@ def _is_planned(plan: Plan, module: nn.Module) -> bool:
 def _check_everywhere(
     planned: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise UserError where a model is the plan's on some ranks alone, which would wait for the others. Collective."""
+    """Raise UserError if the model is the plan's on some ranks only, which would then hang. Collective."""
     parameter = next((p for p in module.parameters() if p.requires_grad), None)
-    given = _stock_signature.bind_partial(None, *args, **kwargs).arguments
-    if parameter is None or not dist.is_initialized() or given.get("device_mesh") is not None:
+    arguments = _stock_signature.bind_partial(None, *args, **kwargs).arguments
+    if parameter is None or not dist.is_initialized() or arguments.get("device_mesh") is not None:
         return
-    group = existing_group(given.get("process_group"))
+    group = existing_group(arguments.get("process_group"))
     device = "cpu" if "cpu" in backends_of(group) else parameter.device
     model = int(model_spec(module).fingerprint[:15], 16)
     row = torch.tensor([int(planned), model], device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, row, group=group)
     rank = dist.get_rank(group)
-    for other, (is_others, others_model) in enumerate(torch.stack(rows).tolist()):
-        if bool(is_others) == planned:
+    for other_rank, (is_planned_there, model_there) in enumerate(torch.stack(rows).tolist()):
+        if bool(is_planned_there) == planned:
             continue
-        with_plan, without = (rank, other) if planned else (other, rank)
-        if others_model == model:
+        with_plan, without = (rank, other_rank) if planned else (other_rank, rank)
+        if model_there == model:
             raise UserError(
                 "ranks do not agree on the plan",
-                got=f"one for this model on rank {with_plan}, and one for another model on rank {without}",
+                got=f"a plan for this model on rank {with_plan}, and for another model on rank {without}",
                 expected="the same plan on every rank",
                 fix="Give every host the same plan file.",
             )
         raise UserError(
             "ranks do not agree on the model's parameters (names, shapes, dtypes, and their order)",
-            got=f"the plan's model on rank {with_plan}, and another on rank {without}",
+            got=f"the plan's model on rank {with_plan}, and another model on rank {without}",
             expected="the same model on every rank",
-            fix="Build the model the same way everywhere: register parameters in one order.",
+            fix="Build the model the same way everywhere: register parameters in the same order.",
         )
 
 
 def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
-    """See when ``wrapped`` is first called, and so all models have been wrapped, whether one follows ``plan``."""
+    """Check at the first call of ``wrapped``, when all models exist, that one of them follows ``plan``."""
     module = wrapped.module
 
     def first_call(_wrapped: nn.Module, _inputs: Any) -> None:
@@ -189,10 +187,10 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
                 raise error.with_traceback(None) from None
         if dist.get_rank() == 0:
             which = f"{type(module).__name__} ({format_bytes(model_spec(module).size_bytes)})"
-            kept = ", ".join(each.describe() for each in applied_to(module) if each.changes_module)
+            kept = ", ".join(pass_.describe() for pass_ in applied_to(module) if pass_.changes_module)
             print(
                 f"headway: the plan is for another model: {which} stays with stock DistributedDataParallel"
-                + (f", and with what the plan has changed in it before: {kept}" if kept else ""),
+                + (f", but keeps changes that the plan has made to it: {kept}" if kept else ""),
                 file=sys.stderr,
             )
 
@@ -202,7 +200,7 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
 def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if not followed() and sharded_by_fully_shard():
         error = PlanError(
-            "a plan cannot be followed", got="a model that is sharded with fully_shard (FSDP2)",
+            "the plan cannot be applied", got="a model sharded with fully_shard (FSDP2)",
             expected="a job that constructs DistributedDataParallel", fix="Run it without the plan.",
         )  # fmt: skip
         _tell(error)
@@ -213,11 +211,11 @@ def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs
 def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     installed = _installed
     if installed is None or (installed.wrapper is not None and isinstance(self, installed.wrapper)):
-        # A wrapper that is a DistributedDataParallel constructs itself.
+        # A wrapper that is a subclass of DistributedDataParallel constructs itself.
         _stock_init(self, module, *args, **kwargs)
         return
     planned = _is_planned(installed.plan, module)
-    if installed.wrapper is None:  # else that has been looked at
+    if installed.wrapper is None:  # otherwise __new__ has checked this
         _check_everywhere(planned, module, (module, *args), kwargs)
     if not planned:
         _stock_init(self, module, *args, **kwargs)
@@ -228,7 +226,7 @@ def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, 
 
 
 def _construct_in_place(wrapper: type[DistributedDataParallel]) -> None:
-    """Have ``wrapper`` follow the plan where a script wrote DistributedDataParallel; not where it is called by name."""
+    """Apply the plan to wrappers constructed in place of DistributedDataParallel, not to those constructed by name."""
     init: Callable[..., None] = wrapper.__init__
 
     @functools.wraps(init)
@@ -250,10 +248,10 @@ def _construct(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    # What the script gave by position must give way too.
-    given = dict(_stock_signature.bind(wrapped, module, *args, **kwargs).arguments)
-    del given["self"], given["module"]
-    strategy = strategy_for(installed.plan, module, given.get("process_group"))
+    # The strategy may override positional arguments too.
+    arguments = dict(_stock_signature.bind(wrapped, module, *args, **kwargs).arguments)
+    del arguments["self"], arguments["module"]
+    strategy = strategy_for(installed.plan, module, arguments.get("process_group"))
     installed.followed = True
     module = apply_all(installed.plan.passes, module, None)
-    installed.injection.construct(init, wrapped, module, given, strategy)
+    installed.injection.construct(init, wrapped, module, arguments, strategy)

@@ -1,4 +1,4 @@
-"""A rank under a plan: whether it constructed what the plan says before it steps, refusals, and how long steps take."""
+"""Runs a rank under a plan: applies it, refuses to step without it, and reports step times."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ from headway.recording.step_clock import StepClock
 from headway.strategies.injection import ScheduleInjection
 from headway.torch_private.optimizers import after_every_step, before_every_step
 
-TIMED_STEPS = 1000  # at most, the last ones
-PAUSE = (
-    5.0  # times as long as most steps: between these two the script did something else, such as evaluating
-)
+TIMED_STEPS = 1000  # at most: the last ones
+PAUSE = 5.0  # times the median: a longer step contains something else, such as an evaluation
 TELL_EVERY_NS = 10 * 10**9
 
 
 def follow(plan_path: str) -> None:
-    """Have this rank follow the plan, or refuse to step an optimizer without it.
+    """Make this rank follow the plan, or refuse to step an optimizer without it.
 
-    Raises PlanError where the plan cannot be read and UnsupportedError where a script cannot follow it.
+    Raises PlanError if the plan cannot be read, and UnsupportedError if a script cannot follow it.
     """
     plan = Plan.load(plan_path)
     injection = injection_of(plan)
@@ -68,12 +66,12 @@ def follow(plan_path: str) -> None:
 
 
 def _applied() -> None:
-    if not reports.said("applied"):
-        reports.say(applied=True)
+    if not reports.reported("applied"):
+        reports.update(applied=True)
 
 
 def _leave_refusals_of(wrapper: type, name: str, meter: StepMeter | None) -> None:
-    """Tell the launcher of refusals where they are raised: a script may catch them, or have its own excepthook."""
+    """Report refusals to the launcher where they are raised, since the script may catch or hide them."""
     original: Callable[..., Any] = getattr(wrapper, name)
 
     @functools.wraps(original)
@@ -82,8 +80,8 @@ def _leave_refusals_of(wrapper: type, name: str, meter: StepMeter | None) -> Non
             result = original(*args, **kwargs)
         except UserError as error:
             leave_refusal(error)
-            raise error.with_traceback(None) from None  # of Headway's insides the script's log needs nothing
-        if plan_injection.followed() and not reports.said("applied"):
+            raise error.with_traceback(None) from None  # keep Headway's frames out of the script's log
+        if plan_injection.followed() and not reports.reported("applied"):
             if meter is not None and isinstance(model := getattr(args[0], "module", None), nn.Module):
                 meter.model_is(model)
             _applied()
@@ -97,11 +95,11 @@ def _refuse_to_step_without(what: str, expected: str, fix: str) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if reports.said("applied") or os.getpid() != owner:
+        if reports.reported("applied") or os.getpid() != owner:
             return
         error = LaunchError(
             "the plan was not applied",
-            got=f"an optimizer's step on rank {dist.get_rank() if dist.is_initialized() else '?'} "
+            got=f"an optimizer step on rank {dist.get_rank() if dist.is_initialized() else '?'} "
             f"before {what}",
             expected=expected,
             fix=fix,
@@ -113,10 +111,9 @@ def _refuse_to_step_without(what: str, expected: str, fix: str) -> None:
 
 
 class StepMeter:
-    """Times this rank's steps and reports them, so that its launcher can say at the end what came of the plan.
+    """Times this rank's steps and reports them, so that the launcher can print the step time at the end.
 
-    A step costs one look at the clock. ``with_pauses`` says that a few steps may take far longer than most because of
-    the strategy, so that such steps count too.
+    A step costs one clock read. ``with_pauses``: the strategy makes a few steps much longer, so these count too.
     """
 
     def __init__(self, *, with_pauses: bool) -> None:
@@ -130,7 +127,7 @@ class StepMeter:
 
     def attach(self) -> None:
         """Begin."""
-        reports.say(began_s=time.time())
+        reports.update(began_s=time.time())
         after_every_step(self._stepped)
         atexit.register(self.tell)
         if multiprocessing.parent_process() is not None:  # such processes end without Python's exit handlers
@@ -148,7 +145,7 @@ class StepMeter:
         self._steps += 1
         if self._steps >= WARM_UP_STEPS:
             self._ends_ns.append(now_ns)
-        # A process may be killed at any time, so it tells early, and then now and then.
+        # A process may be killed at any time, so it reports early, and then at intervals.
         if self._steps >= self._tell_at_step or now_ns >= self._tell_at_ns:
             self._tell_at_step, self._tell_at_ns = 2 * self._steps, now_ns + TELL_EVERY_NS
             self.tell()
@@ -161,7 +158,7 @@ class StepMeter:
         if lengths_ms and not self._with_pauses:
             longest_ms = PAUSE * statistics.median(lengths_ms)
             lengths_ms = [length for length in lengths_ms if length <= longest_ms]
-        reports.say(
+        reports.update(
             steps=self._steps,
             timed_steps=len(lengths_ms),
             step_ms=statistics.fmean(lengths_ms) if lengths_ms else 0.0,

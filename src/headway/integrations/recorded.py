@@ -1,4 +1,4 @@
-"""A rank under ``headway record``: where its file goes, when its launcher learns of it, and what ends it early."""
+"""Runs a rank under ``headway record``: where its file goes, signals that end it early, and measuring afterwards."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ STOPPED_WITHIN_S = 5.0  # what a signal has stopped first
 SAVED_WITHIN_S = 8.0  # or never; launchers kill after some 30 s
 
 
-# SIGINT and SIGTERM in a rank: what must be saved is saved first, then happens what would have happened.
+# On SIGINT and SIGTERM a rank saves its recording first, then lets the signal take its usual course.
 #
-# Python calls handlers in the main thread between two of its own instructions. That thread may be inside a collective
-# which never ends because other ranks are gone, or hold locks of torch's: DDP's reducer calls kernels that observe
-# collectives while it holds its own. So a thread of our own saves, and the main one waits for it, within a limit.
+# Python calls handlers in the main thread. That thread may be in a collective that never ends because other ranks are
+# gone, or hold locks of torch: DDP's reducer holds its own while it calls kernels that observe collectives. So a
+# separate thread saves, and the main thread waits for it for a limited time.
 
 
 def call_first(recorder: Savable) -> None:
-    """Finish ``recorder`` on SIGINT or SIGTERM, before the handlers that stand now, until it is written.
+    """Finish ``recorder`` on SIGINT or SIGTERM before the present handlers run, until the recording is written.
 
-    Does nothing outside of the main thread, and for signals that are ignored or handled outside of Python.
+    Does nothing outside the main thread, and for signals that are ignored or handled outside Python.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -56,10 +56,10 @@ def call_first(recorder: Savable) -> None:
 
 @contextlib.contextmanager
 def postponed(instead: Callable[[], None]) -> Iterator[None]:
-    """Have SIGINT and SIGTERM call ``instead``, and what they would have called when the block has ended.
+    """Call ``instead`` on SIGINT and SIGTERM, and the original handlers when the block has ended.
 
-    A signal that comes later than ``STOPPED_WITHIN_S`` after the first is not postponed. Signals that are not handled
-    in Python are left alone: they end the process at once. Does nothing outside of the main thread.
+    A signal more than ``STOPPED_WITHIN_S`` after the first is not postponed. Signals that are not handled in Python
+    are left alone: they end the process at once. Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -75,39 +75,39 @@ def postponed(instead: Callable[[], None]) -> Iterator[None]:
 
     before: dict[int, Callable[[int, FrameType | None], Any]] = {}
     for number in NUMBERS:
-        if callable(found := signal.getsignal(number)):
-            before[number] = found
+        if callable(handler := signal.getsignal(number)):
+            before[number] = handler
             signal.signal(number, handle)
     try:
         yield
     finally:
-        for each, own in before.items():
-            if signal.getsignal(each) is handle:
-                signal.signal(each, own)
-        for each in came:
-            signal.raise_signal(each)
+        for signal_number, original in before.items():
+            if signal.getsignal(signal_number) is handle:
+                signal.signal(signal_number, original)
+        for signal_number in came:
+            signal.raise_signal(signal_number)
 
 
 class Savable(Protocol):
-    """What has something to write before its process ends."""
+    """A recorder that must write its file before the process ends."""
 
     writer: threading.Thread | None
-    """The thread that writes it, while one does."""
+    """The thread that is writing the file, if any."""
 
     def finish(self, patience_s: float) -> None:
-        """Write it, once; waits up to ``patience_s`` for others."""
+        """Write the file, once; waits up to ``patience_s`` for other ranks."""
 
     def hurry(self, patience_s: float) -> None:
-        """Where it is being written, wait no longer than that for others."""
+        """If the file is being written, wait at most ``patience_s`` more for other ranks."""
 
     def leave_main_thread(self) -> None:
-        """End what only the main thread, which calls it, can end."""
+        """End the parts that only the main thread can end; called from it."""
 
     def after_backward(self, call: Callable[[], object]) -> bool:
-        """Have ``call`` called where the main thread's backward ends; False where it is in none."""
+        """Call ``call`` when the main thread's backward ends; returns False if there is no backward."""
 
-    def when_written(self, told: Callable[[], object]) -> None:
-        """Have ``told`` called afterwards."""
+    def when_written(self, call: Callable[[], object]) -> None:
+        """Call ``call`` after the file is written."""
 
 
 class _Interruption:
@@ -115,7 +115,7 @@ class _Interruption:
         self._recorder: Savable | None = recorder
         self._heeding = 0  # the signal that the main thread saves for
         self._postponed: list[int] = []
-        self._saving = threading.Lock()  # taken for good by who begins
+        self._saving = threading.Lock()  # acquired once, and never released
         self._over = threading.Event()
         self._before: dict[int, Any] = {}
         self._reader, self._writer = os.pipe()
@@ -128,14 +128,14 @@ class _Interruption:
                 signal.signal(number, self._handle)
         os.set_blocking(self._writer, False)
         listened = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if listened != -1:  # somebody's event loop listens; it wakes the main thread itself
+        if listened != -1:  # an event loop has set it, and wakes the main thread itself
             signal.set_wakeup_fd(listened)
-        # Else a child's signals would be taken for this rank's.
+        # Otherwise a child's signals would count as this rank's.
         os.register_at_fork(after_in_child=self._leave_to_before)
         threading.Thread(target=self._listen, name="headway-signals", daemon=True).start()
 
     def detach(self) -> None:
-        """Leave signals to whom they were before, and hand on those that came while the recording was written."""
+        """Restore the original handlers, and resend signals that arrived while the recording was written."""
         self._over.set()
         self._recorder = None
         if threading.current_thread() is threading.main_thread() and not self._heeding:
@@ -178,7 +178,7 @@ class _Interruption:
             before(number, frame)
 
     def _save(self, recorder: Savable) -> None:
-        """Have a thread of its own write the recording, once."""
+        """Write the recording in a separate thread, once."""
         recorder.hurry(INTERRUPTED_PATIENCE_S)
         if self._saving.acquire(blocking=False):
 
@@ -200,13 +200,13 @@ class _Interruption:
                 self._save(recorder)
             self._over.wait(SAVED_WITHIN_S)
             if self._before[number] is signal.SIG_DFL:
-                # The signal would have ended the process at once, whatever its main thread waits for.
+                # By default the signal ends the process at once, whatever the main thread waits for.
                 os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def _children_may_die() -> Iterator[None]:
-    """The signal often goes to a data loader's workers too, and torch raises in this thread when one is gone."""
+    """Ignore the death of data loader workers, which often get the signal too: torch would raise in this thread."""
     before = signal.getsignal(signal.SIGCHLD)
     if before is None:
         yield
@@ -223,18 +223,19 @@ MEASURING_PATIENCE_S = 20.0  # with the other ranks' last recorded step
 GO, NOT = "go", "not"
 
 
-# Once the recorded steps are over: a few seconds in which the ranks of the job measure what plans would cost there.
+# After the recorded steps, ranks measure for a few seconds what plans would cost on these links and cores.
 #
-# The recording of stock DDP says what its own collectives took, and nothing of what the decoupled runtime would cost the
-# same cores, or how messages of other sizes get on. So the job stops between two steps, on all ranks at once, and goes on
-# as if nothing had been. What a script's own process group cannot bear is left alone: then the recording stands alone.
+# A recording of stock DDP does not show what the decoupled runtime would cost on the same cores, or how long messages of
+# other sizes take. So all ranks pause between two steps, measure, and continue. Jobs whose process group does not allow
+# this are not measured.
 
 
 def measure(token: str, folder: Path, *, wanted: bool) -> None:
-    """Measure the cluster and leave it in rank 0's ``folder``. Every rank calls it after the same step, or none.
+    """Measure the cluster and save it in rank 0's ``folder``. Either all ranks call it after the same step, or none.
 
-    ``wanted`` says whether this rank takes part; unless all do, soon, nobody does. ``token`` names the recording. What
-    fails is said in a line, and training goes on. A signal that would end this rank stops the others' measuring too.
+    ``wanted`` says whether this rank takes part; unless all ranks do within a time limit, none does. ``token`` names
+    the recording. Failures are printed in one line, and training continues. A signal that would end this rank stops
+    measuring on all ranks.
     """
     with postponed(interference.ask), interference.heeded():
         _measure_costs(token, folder, wanted=wanted)
@@ -247,8 +248,8 @@ def _measure_costs(token: str, folder: Path, *, wanted: bool) -> None:
             return
         if rank == 0:
             print(
-                "headway: the steps are recorded; now measuring links and cores, for ten seconds to a minute, for "
-                "predictions (--no-measuring leaves it out)",
+                "headway: the steps are recorded; now measuring links and cores for predictions, which takes 10 s to a "
+                "minute (skip it with --no-measuring)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -261,12 +262,12 @@ def _measure_costs(token: str, folder: Path, *, wanted: bool) -> None:
             cluster.model_copy(update={"source": "measured after the recording"}).save(folder / CLUSTER)
     except interference.HaltedError:
         return
-    except Exception as failure:  # training must not end because something about it could not be measured
+    except Exception as failure:  # training must not fail because measuring did
         print(f"headway: rank {rank}: links and cores could not be measured: {failure}", file=sys.stderr)
 
 
 def _permitted() -> bool:
-    """Whether collectives of CPU tensors run on the job's default group, as the job's own do."""
+    """Whether the job's default group allows collectives of CPU tensors."""
     return (
         dist.get_world_size() > 1
         and dist.get_backend() == "gloo"
@@ -276,7 +277,7 @@ def _permitted() -> bool:
 
 
 def _all_come(key: str, *, wanted: bool) -> bool:
-    """Whether every rank wants to and is here in time. All ranks get the same answer: the first that is known."""
+    """Whether every rank agrees and arrives in time. All ranks get the same answer: the first decision."""
     store = torch_private.default_store()
     decision = f"{key}/decision"
     if not wanted:
@@ -294,7 +295,7 @@ def _all_come(key: str, *, wanted: bool) -> bool:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Neither the script's random numbers nor its modes are touched, nor do the latter touch what is measured."""
+    """Isolate measuring from the script: its random numbers and torch modes stay as they are and have no effect."""
     dtype = torch.get_default_dtype()
     try:
         with (
@@ -309,13 +310,13 @@ def _undisturbed() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-PATIENCE_S = 60.0  # with one piece of a file
+PATIENCE_S = 60.0  # for one chunk of a file
 
 
 def begin(options_json: str) -> None:
-    """Record this rank, whose default process group stands, under ``RecordOptions`` given as JSON.
+    """Record this rank, whose default process group is initialised, with ``RecordOptions`` as JSON.
 
-    Where that cannot begin, one line says so and the job goes on.
+    If recording cannot start, one line says so and the job goes on.
     """
     try:
         _begin(RecordOptions.model_validate_json(options_json))
@@ -328,12 +329,12 @@ def begin(options_json: str) -> None:
 
 def _begin(options: RecordOptions) -> None:
     place = agree_on_place(options.folder, options.output)
-    reports.say(records=True)
+    reports.update(records=True)
     recorder = record_this_rank(options.model_copy(update={"folder": place.folder}))
     recorder.when_written(functools.partial(_bring_together, recorder, place, dist.get_rank()))
-    recorder.when_written(functools.partial(reports.say, done=True))
+    recorder.when_written(functools.partial(reports.update, done=True))
     call_first(recorder)
-    # Last: by then signals are nobody's but the script's again.
+    # Last, when the script's own signal handlers are restored.
     recorder.when_written(functools.partial(_measure, recorder, place))
 
 
@@ -344,7 +345,7 @@ def _measure(recorder: Recorder, place: Place) -> None:
 
 
 def _bring_together(recorder: Recorder, place: Place, rank: int) -> None:
-    """Send this rank's file to rank 0 where that does not see it, or on rank 0 receive what is sent."""
+    """Send this rank's file to rank 0 if they share no folder; on rank 0, receive such files."""
     if not dist.is_initialized() or torch_private.kept_in_a_file():
         return
     patience_s = PATIENCE_S if recorder.in_order else PATIENCE_WHEN_FAILED_S
@@ -354,5 +355,5 @@ def _bring_together(recorder: Recorder, place: Place, rank: int) -> None:
             receive(token, place.folder, patience_s)
         elif not place.shared:
             send(token, rank, place.folder, patience_s)
-    except Exception as failure:  # training must not end because its recording does
+    except Exception as failure:  # training must not fail because its recording did
         print(f"headway: rank {rank}'s recording could not be sent to rank 0: {failure}", file=sys.stderr)

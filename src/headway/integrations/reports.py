@@ -1,8 +1,8 @@
-"""What the processes of a command tell their launcher: one small file a process, renamed into place.
+"""Reports of a command's processes to their launcher: one small file per process, replaced atomically.
 
-A process that imports torch leaves a file in each folder of ``REPORTS_VARIABLE`` (its launcher's, and those of who
-started that one) and replaces it as it becomes a rank, applies the plan or refuses. Launchers read them while the
-command runs. The writing half is plain Python, for it runs in other people's processes.
+A process that imports torch writes a file into each folder of ``REPORTS_VARIABLE`` (those of its launcher and of outer
+launchers) and replaces it when it becomes a rank, applies the plan or refuses. Launchers read the files while the
+command runs. The writing half is plain Python, because it runs in the user's processes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from headway.errors import one_line
 from headway.rpc.interface import host_name
 
 REPORTS_VARIABLE = "HEADWAY_REPORTS"
-RANK_VARIABLE = (
-    "HEADWAY_RANK_PROCESS"  # a rank's process, in its environment and so in that of what it starts
-)
+RANK_VARIABLE = "HEADWAY_RANK_PROCESS"  # the pid of the rank, inherited by the processes that it starts
 PREFIX = "process-"
 MAX_REPORTS = 20_000
 MAX_REPORT_BYTES = 16_384
@@ -32,16 +30,16 @@ MAX_SAID = 1000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one process said of itself; ``rank`` is -1 until its default process group was initialised.
+    """The state of one process; ``rank`` is -1 until its default process group is initialised.
 
-    ``host`` is the machine, ``host_in_plans`` its name in traces and plans: that of an imitated host in a lab.
+    ``host`` is the machine, ``host_in_plans`` its name in traces and plans (in a lab, that of the emulated host).
 
-    ``refused`` is an error of Headway's own, ``blind`` says why this Python cannot import Headway, ``alone`` that it
-    trains without a process group, ``records`` that it began to record and ``done`` that its recording is written;
-    ``left`` that it was to leave then, and ``went_on`` that it trains further all the same.
+    ``refused`` is an error raised by Headway; ``blind`` is why this Python cannot import Headway; ``alone``: it trains
+    without a process group; ``records``: it has started to record; ``done``: its recording is written; ``left``: it
+    was told to exit then; ``went_on``: it trained on all the same.
 
-    Rank 0 under a plan also says when it began, by its host's clock, how many optimizer steps it has made, and what
-    the last ``timed_steps`` of them took, on average, with their standard deviation.
+    Under a plan, rank 0 also reports when it began (Unix time of its host), its number of optimizer steps, and the mean
+    and standard deviation of the last ``timed_steps`` steps.
     """
 
     host: str = ""
@@ -64,28 +62,28 @@ class Report:
     spread_ms: float = 0.0
 
 
-_said: dict[str, Any] = {}
+_report: dict[str, Any] = {}
 
 
-def is_below_a_rank() -> bool:
-    """Whether a rank of the command has started this process: process groups that it makes are not the job's."""
+def is_started_by_rank() -> bool:
+    """Whether a rank has started this process, so that its process groups are not the job's."""
     return os.environ.get(RANK_VARIABLE, "") not in ("", str(os.getpid()))
 
 
-def say(**news: Any) -> bool:
-    """Change this process's report by ``news``, fields of ``Report``. Returns whether a launcher can read it.
+def update(**news: Any) -> bool:
+    """Update this process's report with ``news``, fields of ``Report``. Returns whether a launcher can read it.
 
-    What a rank has started reports nothing.
+    Processes started by a rank report nothing.
     """
-    if is_below_a_rank():
+    if is_started_by_rank():
         return False
-    if _said.get("pid") != os.getpid():  # a forked child is a process of its own
-        _said.clear()
-        _said.update(
+    if _report.get("pid") != os.getpid():  # a forked child is a process of its own
+        _report.clear()
+        _report.update(
             pid=os.getpid(), host=socket.gethostname(), host_in_plans=host_name(), name=os.urandom(4).hex()
         )
-    _said.update(news)
-    text = json.dumps({key: value for key, value in _said.items() if key != "name"})
+    _report.update(news)
+    text = json.dumps({key: value for key, value in _report.items() if key != "name"})
     readable = False
     for path in _paths():
         being_written = path.with_suffix(".writing")
@@ -97,8 +95,8 @@ def say(**news: Any) -> bool:
 
 
 def withdraw() -> None:
-    """Remove this process's report where it says no more than that the process is there."""
-    if _said.get("pid") == os.getpid() and set(_said) == {"pid", "host", "host_in_plans", "name"}:
+    """Remove this process's report if it contains no news."""
+    if _report.get("pid") == os.getpid() and set(_report) == {"pid", "host", "host_in_plans", "name"}:
         for path in _paths():
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -106,34 +104,36 @@ def withdraw() -> None:
 
 def _paths() -> list[Path]:
     folders = os.environ.get(REPORTS_VARIABLE, "").split(os.pathsep)
-    return [Path(folder) / f"{PREFIX}{_said['pid']}-{_said['name']}.json" for folder in folders if folder]
+    return [Path(folder) / f"{PREFIX}{_report['pid']}-{_report['name']}.json" for folder in folders if folder]
 
 
-def heard_by(environment: Mapping[str, str], folder: Path) -> str:
+def reports_value(environment: Mapping[str, str], folder: Path) -> str:
     """The value of ``REPORTS_VARIABLE`` with which a command started in ``environment`` reports to ``folder``, too."""
     outer = environment.get(REPORTS_VARIABLE, "")
     return f"{folder}{os.pathsep}{outer}" if outer else str(folder)
 
 
-def said(field: str) -> Any:
-    """What this process last said under ``field``, or None."""
-    return _said.get(field) if _said.get("pid") == os.getpid() else None
+def reported(field: str) -> Any:
+    """The value of ``field`` in this process's report, or None."""
+    return _report.get(field) if _report.get("pid") == os.getpid() else None
 
 
 def read_reports(folder: Path) -> tuple[Report, ...]:
-    """Every readable report in ``folder``, ranks first and in order; what is damaged or too large is passed over."""
+    """All readable reports in ``folder``, ranks first and in order; damaged or oversized files are skipped."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.startswith(PREFIX))
     except OSError:
         return ()
-    found = [
+    all_reports = [
         report for name in names[:MAX_REPORTS] if name.endswith(".json") and (report := _read(folder / name))
     ]
-    return tuple(sorted(found, key=lambda report: (report.rank < 0, report.rank, report.host, report.pid)))
+    return tuple(
+        sorted(all_reports, key=lambda report: (report.rank < 0, report.rank, report.host, report.pid))
+    )
 
 
 def first_refusal(reports: Iterable[Report]) -> str:
-    """The first of Headway's own errors that a process ended with, or ""."""
+    """The first error of Headway that a process reported, or ""."""
     return next((report.refused for report in reports if report.refused), "")
 
 
@@ -147,10 +147,10 @@ def _read(path: Path) -> Report | None:
         return None
     if not isinstance(document, dict):
         return None
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in fields(Report):
         value = document.get(field.name, field.default)
         if type(value) is not type(field.default):
             return None
-        given[field.name] = one_line(value, MAX_SAID) if isinstance(value, str) else value
-    return Report(**given)
+        values[field.name] = one_line(value, MAX_SAID) if isinstance(value, str) else value
+    return Report(**values)

@@ -1,4 +1,4 @@
-"""Short runs of somebody's command: it trains for so many steps, is timed, and leaves."""
+"""Runs a user's command for a given number of steps, and times them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_TAIL_BYTES = 8192
 
 
 class TimeOptions(BaseModel):
-    """Which steps a rank times, ``steps`` of them behind ``warm_up`` others, and into which folder it writes them."""
+    """Options for timing a rank: ``steps`` steps after ``warm_up`` others, written into ``folder``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,7 @@ class TimeOptions(BaseModel):
 class ShortRun:
     """The timed steps of a run, in ms, each as the mean over ranks.
 
-    ``went_on`` says that the command trained further when it was to leave, so that the run took as long as it does.
+    ``went_on`` says that the command did not exit when told to, but trained to its end.
     """
 
     steps_ms: tuple[float, ...]
@@ -51,30 +51,30 @@ class ShortRun:
 
 
 def steps_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes the moments, in ns, between which its timed steps lie."""
+    """The file with the end times of a rank's timed steps, in ns."""
     return folder / f"steps-{rank:05d}.json"
 
 
 def check_command(command: Sequence[str], world_size: int) -> None:
-    """Raise LaunchError where ``command`` plainly starts another number of ranks, or not all that there are."""
+    """Raise LaunchError if ``command`` visibly starts another number of ranks, or only a part of them."""
     stated = stated_world_size(command, os.environ)
     if stated not in (None, world_size):
         raise LaunchError(
-            "the command is not of the recorded job's size", got=f"{stated} workers",
+            "the command starts another number of workers than the recorded job", got=f"{stated} workers",
             expected=f"{world_size}", fix="Measure with the command that was recorded.",
         )  # fmt: skip
     if not spreads(command) and not starts_all_here(command, os.environ):
         raise LaunchError(
-            "plans are measured with one command that starts all ranks", got="one of several launchers",
+            "measuring plans needs one command that starts all ranks", got="one of several launchers",
             expected="torchrun on one host, or srun and the like around it",
             fix="Run headway run --plan on all hosts, under one plan after the other.",
         )  # fmt: skip
 
 
 class ShortRuns:
-    """Runs ``command``, of ``world_size`` ranks, as often as asked, in folders below ``folder``, which all must see.
+    """Runs ``command`` of ``world_size`` ranks repeatedly, in subfolders of ``folder``, which all ranks must see.
 
-    A run is given up that takes ``SLOWEST`` times as long as steps of ``step_ms`` would, and ``BEGINNING_S`` besides.
+    A run times out after ``BEGINNING_S`` plus ``SLOWEST`` times the duration of its steps at ``step_ms`` each.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, world_size: int, step_ms: float) -> None:
@@ -83,10 +83,10 @@ class ShortRuns:
         self._count = 0
 
     def run(self, plan_path: Path | None, steps: int) -> ShortRun:
-        """Run the command under a plan, or as it is, until ``steps`` of its steps are timed.
+        """Run the command, under a plan if there is one, until ``steps`` steps are timed.
 
-        Raises LaunchError where the command fails, refuses the plan or takes too few steps, KeyboardInterrupt where
-        Headway is told to end.
+        Raises LaunchError if the command fails, refuses the plan or makes too few steps, and KeyboardInterrupt if
+        Headway is interrupted.
         """
         self._count += 1
         folder = self._folder / f"run-{self._count}"
@@ -107,8 +107,8 @@ class ShortRuns:
                 raise KeyboardInterrupt
             if ended.out_of_time:
                 raise LaunchError(
-                    "the command was ended, as it took too long", got=f"no {steps} steps in {most_s:.0f} s",
-                    expected=f"steps of about {self._step_ms:.4g} ms, as they were recorded",
+                    "the command timed out", got=f"no {steps} steps in {most_s:.0f} s",
+                    expected=f"steps of about {self._step_ms:.4g} ms, as recorded",
                     fix="Try it with headway run.",
                 )  # fmt: skip
             self._check(ended, log, plan_path is not None)
@@ -119,40 +119,42 @@ class ShortRuns:
     def _check(self, ended: CommandOutcome, log: Path, planned: bool) -> None:
         ranks = [report for report in ended.reports if report.rank >= 0]
         done = sum(report.done for report in ranks)
-        # How a command ends that went on when it was to leave is its own business.
+        # The exit status of a command that was told to leave and went on does not matter.
         if done < self._world_size or (ended.status and not any(report.left for report in ranks)):
             status = f"status {ended.status}: {_last_line(log)}" if ended.status else "status 0"
             raise LaunchError(
-                "the command ended before all ranks had timed their steps", got=status,
+                "the command ended before all ranks finished their timed steps", got=status,
                 expected=f"{self._world_size} ranks that train", fix="Try it with headway run.",
             )  # fmt: skip
         if planned and not any(report.applied for report in ranks):
             raise LaunchError(
-                "the plan was not applied", got="a script that wraps no model of the plan's",
+                "the plan was not applied", got="a script that does not wrap the plan's model",
                 expected="the command that was recorded",
             )  # fmt: skip
 
     def _steps_ms(self, folder: Path) -> tuple[float, ...]:
         ends_ns = [_read(steps_file(folder, rank)) for rank in range(self._world_size)]
-        each_ms = [[(end - begin) / 1e6 for begin, end in pairwise(own)] for own in ends_ns]
-        count = min(map(len, each_ms))
+        rank_steps_ms = [
+            [(end - begin) / 1e6 for begin, end in pairwise(rank_ends_ns)] for rank_ends_ns in ends_ns
+        ]
+        count = min(map(len, rank_steps_ms))
         if count < LEAST_STEPS:
             raise LaunchError(
-                "the command takes too few steps to be timed",
-                got=f"{max(0, count)} behind {WARM_UP_STEPS} of warm-up",
-                expected=f"at least {LEAST_STEPS}", fix="Have it train longer.",
+                "the command makes too few steps to time",
+                got=f"{max(0, count)} after {WARM_UP_STEPS} warm-up steps",
+                expected=f"at least {LEAST_STEPS}", fix="Train for more steps.",
             )  # fmt: skip
-        return tuple(sum(own[step] for own in each_ms) / len(each_ms) for step in range(count))
+        return tuple(sum(steps[at] for steps in rank_steps_ms) / len(rank_steps_ms) for at in range(count))
 
 
 def _read(path: Path) -> list[int]:
-    found = json.loads(files.read_text(path, LaunchError, "the steps of a rank"))
-    assert isinstance(found, list)
-    return found
+    times_ns = json.loads(files.read_text(path, LaunchError, "the steps of a rank"))
+    assert isinstance(times_ns, list)
+    return times_ns
 
 
 def _last_line(log: Path) -> str:
-    """The last line of a command's output that says something."""
+    """The last line of a command's output that is not empty."""
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()

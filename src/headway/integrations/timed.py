@@ -1,4 +1,4 @@
-"""A rank in a short run: it notes when its steps end, and leaves once enough of them have."""
+"""Times the steps of a rank in a short run, and exits after the last one."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ from headway.torch_private.optimizers import after_every_step
 
 
 def time_this_rank(options_json: str) -> None:
-    """Time the steps of this rank, whose default process group stands, under ``TimeOptions`` given as JSON."""
+    """Time the steps of this rank, whose default process group is initialised, with ``TimeOptions`` as JSON."""
     timer = StepTimer(TimeOptions.model_validate_json(options_json), dist.get_rank())
     watch_constructions(timer)
     timer.attach()
-    reports.say(records=True)
+    reports.update(records=True)
 
 
 class StepTimer:
-    """Notes when steps end, which are those that a recording would count, and nothing else of them.
+    """Records the end times of steps, counted as in a recording.
 
-    When the last of them has, on every rank behind the same step, the rank raises SystemExit from within
-    ``optimizer.step()``: the script ends as if it had called ``sys.exit()`` there, so that its own clean-up runs and
-    what comes after training does not.
+    After the last one, which is the same step on every rank, it raises SystemExit in ``optimizer.step()``: the script
+    ends as if it had called ``sys.exit()`` there, so its clean-up runs, but not the code after training.
     """
 
     def __init__(self, options: TimeOptions, rank: int) -> None:
@@ -58,14 +57,14 @@ class StepTimer:
             multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
 
     def watch(self, _model: nn.Module, root: nn.Module) -> None:
-        """The script has wrapped the parameters of ``root``."""
-        if any(root is each for each in self._roots):
+        """Note that the script has wrapped the parameters of ``root``."""
+        if any(root is known_root for known_root in self._roots):
             return
         (self._clock.another_is if self._roots else self._clock.model_is)(root)
         self._roots.append(root)
 
     def when_finished(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called when the last step has ended."""
+        """Call ``undo`` after the last step."""
         self._undo.append(undo)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -74,23 +73,23 @@ class StepTimer:
         if os.getpid() != self._process:
             return
         if self._written:
-            if not reports.said("went_on"):
-                reports.say(went_on=True)  # the script does not let SystemExit through
+            if not reports.reported("went_on"):
+                reports.update(went_on=True)  # the script has caught SystemExit
             return
         if not self._clock.counts(optimizer):
             return
         self._ends_ns.append(now_ns)
         if len(self._ends_ns) == self._options.warm_up + self._options.steps:
             self._write()
-            reports.say(left=True)
+            reports.update(left=True)
             raise SystemExit(0)
 
     def _at_exit(self) -> None:
-        if getattr(sys, "last_value", None) is None:  # of a script that failed nothing counts
+        if getattr(sys, "last_value", None) is None:  # discard the steps of a script that failed
             self._write()
 
     def _write(self) -> None:
-        """Write what was noted, once; a script that ends before its last step was timed has noted less."""
+        """Write the times, once; there are fewer if the script ended early."""
         if self._written or os.getpid() != self._process:
             return
         self._written = True
@@ -100,4 +99,4 @@ class StepTimer:
         self._roots.clear()
         ends_ns = self._ends_ns[self._options.warm_up - 1 :]
         files.write_text(steps_file(self._options.folder, self._rank), json.dumps(ends_ns))
-        reports.say(done=True)
+        reports.update(done=True)

@@ -1,7 +1,7 @@
 """Enter fresh namespaces, then become the lab's orchestrator.
 
-Run as a script by `headway.lab.launch`. It uses the standard library only until the namespaces stand: a
-process with more than one thread may not enter a user namespace, and libraries start threads when imported.
+Run as a script by `headway.lab.launch`. Until it is in the namespaces, it uses only the standard library: a
+process with several threads may not enter a user namespace, and libraries start threads when imported.
 
 The process tree is launcher, this process, and (with a process namespace) its child as process 1 of that
 namespace. Each dies with its parent, and with process 1 dies everything in the lab. Without a process
@@ -38,7 +38,7 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by ``flags`` for fresh ones. Raises OSError where that is not permitted."""
+    """Move into new namespaces of the kinds in ``flags``. Raises OSError if that is not permitted."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -84,7 +84,7 @@ def isolate(mode: str, *, processes: bool) -> None:
 
     With ``processes`` the function returns in a child that is process 1 of a fresh process namespace, with
     a /proc of its own; the calling process waits for it and exits with its status. Raises OSError (in either
-    of them) where something is not permitted.
+    of them) if something is not permitted.
     """
     if mode == "user":
         _enter_user_namespace()

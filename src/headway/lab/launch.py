@@ -1,4 +1,4 @@
-"""Run a command's ranks in a lab, and leave nothing behind."""
+"""Runs a command's ranks in a lab, and cleans up afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 from headway.errors import LabError, LaunchError, how_to_install
 from headway.lab import slow
-from headway.lab.session import Attempt, Job, OnLine, RefusedError, Session, printer
+from headway.lab.session import Attempt, LabJob, OnLine, RefusedError, Session, printer
 from headway.lab.spec import LabSpec
 
 Mode = Literal["auto", "root", "user", "loopback"]
@@ -37,7 +37,7 @@ def run(
 ) -> int:
     """Run ``command`` once per rank in the lab ``spec`` and wait for it; returns the exit status.
 
-    The status is 0 when every rank ends with 0, otherwise that of the rank that failed first (128+N where
+    The status is 0 when every rank ends with 0, otherwise that of the rank that failed first (128+N if
     signal N ended it), or 124 when ``timeout_s`` passed first. When a rank fails, the others have ``grace_s``
     to end by themselves; then they get SIGTERM, and ``grace_s`` later SIGKILL. SIGINT, SIGTERM and SIGHUP
     are passed on to the ranks, with the same ``grace_s`` before SIGKILL, if this is the main thread. However
@@ -46,7 +46,7 @@ def run(
     Args:
         spec: The lab.
         command: The program and its arguments, found as a shell would find it.
-        env: The ranks' whole environment but for what the lab sets; this process's own where None.
+        env: The ranks' whole environment but for what the lab sets; by default this process's.
         mode: ``root`` and ``user`` shape links in namespaces, with and without privilege, ``loopback`` does not
             shape anything; ``auto`` takes the first of these that is permitted.
         grace_s: Seconds between asking and forcing, see above.
@@ -64,7 +64,7 @@ def run(
     executable = _find(command, env)
     lab_id = _new_id()
     quotas, why_no_quotas = slow.choose(spec, lab_id)
-    job = Job(
+    job = LabJob(
         id=lab_id,
         spec=spec,
         command=tuple(command),
@@ -83,9 +83,9 @@ def run(
 def best_mode() -> str:
     """The mode that ``auto`` takes on this machine: ``root``, ``user`` or ``loopback``. Takes about a second.
 
-    Raises LabError where pyroute2 is missing.
+    Raises LabError if pyroute2 is missing.
     """
-    job = Job(
+    job = LabJob(
         id=_new_id(),
         spec=LabSpec(hosts=1, rate="1gbit"),
         command=("true",),
@@ -109,25 +109,28 @@ def _print_notice(text: str) -> None:
 def _find(command: Sequence[str], env: Mapping[str, str]) -> str:
     if not command:
         raise LaunchError("no command to run", expected="a program and its arguments")
-    found = shutil.which(command[0], path=env.get("PATH", os.defpath))
-    if found is None:
+    executable = shutil.which(command[0], path=env.get("PATH", os.defpath))
+    if executable is None:
         raise LaunchError("command not found", got=command[0], expected="a program on PATH or a path to one")
-    return str(Path(found).absolute())
+    return str(Path(executable).absolute())
 
 
 def _attempts(mode: Mode) -> list[Attempt]:
-    """Ways to isolate, the best first; a process namespace makes sure that nothing survives."""
+    """Ways to isolate, the best first; a process namespace ensures that no process survives."""
     if mode == "loopback":
         return [Attempt("loopback", False)]
     if find_spec("pyroute2") is None:
         raise LabError(
             "shaping links needs pyroute2, which is not installed",
-            fix=f"Run: {how_to_install('lab')}, or choose the loopback mode, which shapes nothing.",
+            fix=f"Run: {how_to_install('lab')}, or choose the loopback mode, which does not shape links.",
         )
     if mode != "auto":
         return [Attempt(mode, True), Attempt(mode, False)]
     modes = ["root", "user"] if _has_capabilities() else ["user"]
-    return [*(Attempt(name, own) for name in modes for own in (True, False)), Attempt("loopback", False)]
+    return [
+        *(Attempt(name, with_pid_namespace) for name in modes for with_pid_namespace in (True, False)),
+        Attempt("loopback", False),
+    ]
 
 
 def _has_capabilities() -> bool:
@@ -138,8 +141,8 @@ def _has_capabilities() -> bool:
 
 
 @contextmanager
-def _opened(job: Job, mode: Mode, notice: Callable[[str], None]) -> Iterator[Session]:
-    """Open the best lab that is permitted, and say which; close it whatever happens."""
+def _opened(job: LabJob, mode: Mode, notice: Callable[[str], None]) -> Iterator[Session]:
+    """Open the best permitted lab and print its mode; always close it."""
     if sys.platform != "linux":
         raise LabError("the lab needs Linux", got=sys.platform)
     reasons = []

@@ -34,7 +34,7 @@ START_IN_GROUPS = b"\xff"
 
 
 def serve(control: socket.socket, *, networks: bool, pid_namespace: bool) -> NoReturn:
-    """Do what the launcher asks over ``control``; ends the process, and every other one of the lab."""
+    """Serve the launcher over ``control``; then end this process and all others of the lab."""
     try:
         job = _receive_job(control)
         lab = _build(control, job, networks=networks) if job else None
@@ -96,7 +96,7 @@ class Orchestrator:
         self._gone = False
 
     def run(self, *, in_groups: bool) -> None:
-        """Start the ranks, each in its control group where they stand, and serve until all have ended."""
+        """Start the ranks (in their control groups if ``in_groups``), and serve until all have ended."""
         if in_groups:
             group = self._job["quotas"]
             self._slowing = Quotas(Path(group["path"]), group["version"])
@@ -190,7 +190,7 @@ class Orchestrator:
                 self._after(grace_s, self._terminate)
 
     def _interrupt(self, number: int) -> None:
-        """Pass a signal on; the second one does not wait."""
+        """Forward a signal; a second one kills at once."""
         if self._ending:
             self._signal_ranks(signal.SIGKILL)
         else:

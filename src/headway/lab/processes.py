@@ -1,4 +1,4 @@
-"""Start the lab's processes from the orchestrator, find those that belong to a lab, and end them."""
+"""Starts, finds and ends the processes of a lab."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def reap() -> list[tuple[int, int]]:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to the group that ``pid`` leads, and where it leads none yet, to ``pid``."""
+    """Send a signal to the group that ``pid`` leads, or to ``pid`` if it leads none yet."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
@@ -95,13 +95,13 @@ def signal_group(pid: int, number: int) -> None:
 def members(lab_id: str) -> list[int]:
     """The pids of the processes that were started in lab ``lab_id``, going by their environment."""
     wanted = f"{LAB_ID}={lab_id}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def descendants(root: int) -> list[int]:
@@ -112,12 +112,12 @@ def descendants(root: int) -> list[int]:
             with suppress(OSError, ValueError, IndexError):
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [root]
+    pids, waiting = [], [root]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
 def end_everything(lab_id: str | None) -> None:
@@ -138,7 +138,7 @@ def end_everything(lab_id: str | None) -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """When ``pid`` started, in clock ticks since boot, or None where no such process lives (zombies do not)."""
+    """When ``pid`` started, in clock ticks since boot, or None if there is no such process (zombies count as ended)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])

@@ -35,7 +35,7 @@ def rank_environments(
     """One environment a rank, ``base`` with the lab's variables over it.
 
     With ``loopback_port`` the hosts are not namespaces: rank 0 listens there, on 127.0.0.1.
-    ``OMP_NUM_THREADS`` and ``PYTHONUNBUFFERED`` are set to 1 where ``base`` does not set them.
+    ``OMP_NUM_THREADS`` and ``PYTHONUNBUFFERED`` default to 1.
     """
     loopback = loopback_port is not None
     interface = "lo" if loopback else INTERFACE
@@ -60,7 +60,7 @@ def rank_environments(
     for group, link in enumerate(spec.links):
         for local_rank in range(link.workers):
             rank = len(environments)
-            own = {
+            rank_variables = {
                 "RANK": str(rank),
                 "ROLE_RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
@@ -69,7 +69,7 @@ def rank_environments(
                 "HEADWAY_HOST": link.name,
                 "HEADWAY_PACE_FACTOR": f"{spec.pace.get(rank, 1.0):g}",
             }
-            environments.append(common | own)
+            environments.append(common | rank_variables)
     return environments
 
 
@@ -102,23 +102,23 @@ OnLine = Callable[[int, Stream, str], None]
 
 
 class Lines:
-    """Cuts a stream of bytes into lines; a line without end is cut at 1 MiB."""
+    """Splits a stream of bytes into lines; longer lines are cut at 1 MiB."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[str]:
-        """Take ``data``; returns the lines that are now whole, without their ends."""
+        """Add ``data``; returns the lines that are now complete, without line ends."""
         self._rest += data
-        *whole, rest = self._rest.split(b"\n")
+        *complete, rest = self._rest.split(b"\n")
         self._rest = bytearray(rest)
         if len(self._rest) > LONGEST_LINE_BYTES:
-            whole.append(self._rest)
+            complete.append(self._rest)
             self._rest = bytearray()
-        return [_text(line) for line in whole]
+        return [_text(line) for line in complete]
 
     def end(self) -> list[str]:
-        """The last line, where it did not end."""
+        """The last line, if it has no end."""
         rest, self._rest = self._rest, bytearray()
         return [_text(rest)] if rest else []
 
@@ -142,10 +142,10 @@ _ENDED = "the lab's process ended before its ranks; check whether it was killed 
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to run: the lab and the command, with ``executable`` the path that ``command[0]`` stands for.
+class LabJob:
+    """A lab and the command to run in it; ``executable`` is the path of ``command[0]``.
 
-    ``quotas`` are the control groups that are to be made for the ranks, if any.
+    ``quotas`` are the control groups to make for the ranks, if any.
     """
 
     id: str
@@ -173,9 +173,9 @@ class RefusedError(Exception):
 
 @dataclass
 class Session:
-    """A lab whose network stands and whose ranks have not started."""
+    """A lab with its network, before and while its ranks run."""
 
-    job: Job
+    job: LabJob
     attempt: Attempt
     orchestrator: subprocess.Popen[bytes]
     control: socket.socket
@@ -183,8 +183,8 @@ class Session:
 
     @classmethod
     @contextmanager
-    def opened(cls, job: Job, attempt: Attempt) -> Iterator[Session]:
-        """Start the orchestrator and let it build. Raises RefusedError where something is not permitted."""
+    def opened(cls, job: LabJob, attempt: Attempt) -> Iterator[Session]:
+        """Start the orchestrator, which builds the network. Raises RefusedError if something is not permitted."""
         ours, theirs = socket.socketpair()
         outputs: dict[int, tuple[int, Stream]] = {}
         inputs: list[int] = []
@@ -231,7 +231,9 @@ class Session:
             "quotas": job.quotas and {"path": str(job.quotas.path), "version": job.quotas.version},
             "ranks": ranks,
         }
-        with suppress(OSError):  # an orchestrator that was refused has closed its end, and said so before
+        with suppress(
+            OSError
+        ):  # an orchestrator that was refused has already sent the reason and closed its end
             self.control.sendall((json.dumps(message) + "\n").encode())
         answer = _read_line(self.control)
         if "refused" in answer:
@@ -257,7 +259,7 @@ class Session:
         return status
 
     def _choose_slowing(self, notice: Callable[[str], None]) -> bool:
-        """Make the ranks' control groups where they are wanted, and say how slow workers are slowed."""
+        """Make the ranks' control groups if there are any, and print how workers are slowed."""
         spec, quotas, why_not = self.job.spec, self.job.quotas, self.job.why_no_quotas
         if quotas is not None:
             try:
@@ -311,11 +313,13 @@ class Session:
                         if "notice" in message:
                             notice(message["notice"])
                     if not data:
-                        ends = time.monotonic() + 2.0  # what a rank left behind may hold its output open
+                        ends = time.monotonic() + 2.0  # a leftover process of a rank may keep its output open
         return status
 
 
-def _start_orchestrator(job: Job, attempt: Attempt, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def _start_orchestrator(
+    job: LabJob, attempt: Attempt, descriptors: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
     source = Path(isolation.__file__)
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source.parents[2]), env.get("PYTHONPATH"))))
@@ -334,7 +338,7 @@ def _start_orchestrator(job: Job, attempt: Attempt, descriptors: tuple[int, ...]
 
 
 def _end(orchestrator: subprocess.Popen[bytes]) -> None:
-    """Let the orchestrator end everything, which the closed control socket asks of it, then insist."""
+    """Wait for the orchestrator to end, which the closed control socket requests; kill it after 10 s."""
     try:
         orchestrator.wait(timeout=10.0)
     except subprocess.TimeoutExpired:

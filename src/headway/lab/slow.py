@@ -1,4 +1,4 @@
-"""Slow workers: by a CPU quota where that is permitted, by stopping them again and again elsewhere."""
+"""Slows workers: by CPU quota if permitted, otherwise by stopping them repeatedly."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ LEAST_SHARE = LEAST_QUOTA_US / MOST_PERIOD_US
 _PREFIX = "headway-"
 
 
-# CPU quotas: the control groups that hold a lab's ranks, where groups may be made.
-#
-# A lab has one group, named after it, and in it one group a rank. Version 2 is known, and the ``cpu`` controller
-# of version 1. Groups that were there before are never changed: where version 2 hands the ``cpu`` controller down in no
-# group around us, quotas are not permitted. See the kernel's admin-guide/cgroup-v2 and scheduler/sched-bwc.
+# CPU quotas use control groups: one group per lab, named after it, with one subgroup per rank. Version 2 and the
+# ``cpu`` controller of version 1 are supported. Existing groups are never changed: if no group around us delegates the
+# ``cpu`` controller (version 2), quotas are not permitted. See the kernel's admin-guide/cgroup-v2 and
+# scheduler/sched-bwc.
 
 
 class NotPermittedError(Exception):
-    """Quotas cannot be had on this machine; the text says why."""
+    """Quotas cannot be used on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
 class Parent:
-    """A group in which a lab's may be made; ``is_own`` where this process itself is in it."""
+    """A group that may hold a lab's group; ``is_own``: this process itself is in it."""
 
     path: Path
     version: int
@@ -47,11 +46,11 @@ class Parent:
 def find_parent(process: Path = Path("/proc/self")) -> Parent:
     """The nearest group around us that may hold a lab's, going by ``mountinfo`` and ``cgroup`` in ``process``.
 
-    Raises NotPermittedError where there is none.
+    Raises NotPermittedError if there is none.
     """
     reasons = []
-    for version, mount, own in _hierarchies(process):
-        around = [own, *own.parents]
+    for version, mount, our_group in _hierarchies(process):
+        around = [our_group, *our_group.parents]
         around = around[: around.index(mount) + 1]
         if version == 1:
             around = around[:1]
@@ -59,7 +58,7 @@ def find_parent(process: Path = Path("/proc/self")) -> Parent:
             around = [path for path in around if "cpu" in _words(path / "cgroup.subtree_control")]
         for path in around:
             if os.access(path, os.W_OK | os.X_OK) and os.access(path / "cgroup.procs", os.W_OK):
-                return Parent(path, version, is_own=path == own)
+                return Parent(path, version, is_own=path == our_group)
         reasons.append(
             f"{around[0]} cannot be written" if around else f"{mount} does not delegate the cpu controller"
         )
@@ -102,13 +101,13 @@ def quota_us(share: float) -> tuple[int, int]:
 
 
 def group_name(lab_id: str) -> str:
-    """What the group of lab ``lab_id`` is called."""
+    """The name of the group of lab ``lab_id``."""
     return _PREFIX + lab_id
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """The group of one lab and those of its ranks, made or still to be made."""
+    """The control groups of a lab and its ranks, made or not."""
 
     path: Path
     version: int
@@ -120,9 +119,9 @@ class Quotas:
         return cls(parent.path / group_name(lab_id), parent.version, parent.is_own)
 
     def make(self, ranks: int, shares: Iterable[float]) -> None:
-        """Make the groups, and try that they take ``shares`` and a process.
+        """Make the groups, and check that they accept ``shares`` and a process.
 
-        Raises NotPermittedError, with nothing left behind, where they do not.
+        Raises NotPermittedError, with nothing left behind, if they do not.
         """
         try:
             self.path.mkdir()
@@ -143,7 +142,7 @@ class Quotas:
             raise NotPermittedError(f"{self.path}: {failure.strerror}") from None
 
     def _weigh(self, ranks: int) -> None:
-        """Let every rank weigh as much as a process that stayed outside, a sibling of the lab's group."""
+        """Give every rank the weight of a process outside, a sibling of the lab's group."""
         if self.version == 2:
             (self.path / "cpu.weight").write_text(str(min(100 * ranks, 10_000)))
         else:
@@ -156,18 +155,18 @@ class Quotas:
         if self.version == 2:
             (group / "cpu.max").write_text(f"{'max' if share >= 1 else quota} {period}")
             return
-        # The kernel holds quota and period against each other; without a quota any period will do.
+        # The kernel checks quota against period; without a quota any period is accepted.
         (group / "cpu.cfs_quota_us").write_text("-1")
         (group / "cpu.cfs_period_us").write_text(str(period))
         if share < 1:
             (group / "cpu.cfs_quota_us").write_text(str(quota))
 
     def describe(self, share: float) -> str:
-        """What a rank with ``share`` does."""
+        """The effect of ``share`` on a rank, in words."""
         return f"gets {share:.0%} of a core" if share < 1 else "has no CPU quota"
 
     def entrance(self, rank: int) -> Path:
-        """The file into which a process writes 0 to be in ``rank``'s group, and its children after it."""
+        """The file into which a process writes 0 to join ``rank``'s group, with its future children."""
         return self._group(rank) / "cgroup.procs"
 
     def _group(self, rank: int) -> Path:
@@ -176,14 +175,14 @@ class Quotas:
 
 def members(path: Path) -> set[int]:
     """The pids of the processes in a lab's group and below it."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for file in path.rglob("cgroup.procs"):
-        found.update(int(word) for word in _words(file))
-    return found - {0}
+        pids.update(int(word) for word in _words(file))
+    return pids - {0}
 
 
 def remove(path: Path, patience_s: float = 2.0) -> bool:
-    """Remove a lab's group and those below it; returns whether all are gone. One with a process in it stays."""
+    """Remove a lab's group and those below it; returns whether all are gone. A group with a process in it stays."""
     deadline = time.monotonic() + patience_s
     while True:
         for folder, _, _ in os.walk(path, topdown=False):
@@ -200,9 +199,9 @@ DUTY_PERIOD_S = 0.04
 
 
 def choose(spec: LabSpec, lab_id: str) -> tuple[Quotas | None, str]:
-    """The quotas that are to slow ``spec``'s workers, not yet made; or None, and why they cannot be had.
+    """The quotas for ``spec``'s workers, not yet made; or None, and why they cannot be used.
 
-    Raises LabError where the spec insists on quotas and they are not permitted.
+    Raises LabError if the spec requires quotas and they are not permitted.
     """
     if spec.slow_by == "signals" or (spec.slow_by == "auto" and not spec.slow_shares):
         return None, ""
@@ -216,12 +215,12 @@ def choose(spec: LabSpec, lab_id: str) -> tuple[Quotas | None, str]:
 
 
 def instead(spec: LabSpec, refusal: NotPermittedError) -> str:
-    """Why signals stand in for quotas. Raises LabError where the spec insists on quotas."""
+    """Why signals replace quotas. Raises LabError if the spec requires quotas."""
     if spec.slow_by == "quota":
         raise LabError(
             "slowing workers by CPU quota is not permitted here",
             got=refusal,
-            fix="Choose signals or auto, or permit the creation of control groups.",
+            fix="Choose signals or auto, or allow Headway to create control groups.",
         )
     return str(refusal)
 
@@ -252,7 +251,7 @@ class DutyCycle:
             self._turn(rank, duty)
 
     def describe(self, share: float) -> str:
-        """What a rank with ``share`` does."""
+        """The effect of ``share`` on a rank, in words."""
         return f"runs {share:.0%} of the time"
 
     def _turn(self, rank: int, duty: tuple[float, float]) -> None:

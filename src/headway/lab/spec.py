@@ -1,4 +1,4 @@
-"""What a lab is asked to be: hosts, workers, link rates, slow workers, and changes while the job runs.
+"""LabSpec describes a lab: hosts, workers, link rates, slow workers, and changes while the job runs.
 
 Host ``i`` of a plain count is called ``host{i}``; ranks fill the hosts in order, as in
 `headway.cluster.Cluster`.
@@ -31,17 +31,15 @@ MAX_RATE_GBPS = 30.0
 MAX_TIME_S = 7 * 86400.0
 
 
-# What may happen in a lab while the job runs, and the scalars that lab files are made of.
-#
-# Rates, durations and times stay the text people wrote (``400mbit``, ``5s``); they are checked when the
-# value is made and read where they are used.
+# Scalars and events of lab files. Rates, durations and times stay text as written (``400mbit``, ``5s``): they are checked
+# on construction and parsed where they are used.
 
 
 def _rate(text: object) -> object:
     gbps = parse_rate_gbps(text)
     if not MIN_RATE_GBPS <= gbps <= MAX_RATE_GBPS:
         raise LabError(
-            "rate is out of a lab's range",
+            "rate is out of range for a lab",
             got=text,
             expected=f"{format_rate(MIN_RATE_GBPS)} to {format_rate(MAX_RATE_GBPS)}",
         )
@@ -73,7 +71,7 @@ Direction = Literal["up", "down", "both"]
 
 
 class Strict(BaseModel):
-    """A value of a lab file: frozen, and no key but those named."""
+    """Base of lab file values: frozen, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
@@ -152,7 +150,7 @@ SlowBy = Literal["auto", "signals", "quota"]
 
 
 class HostSpec(Strict):
-    """One host; what is left out comes from the whole lab's settings."""
+    """One host; defaults come from the lab's settings."""
 
     name: Name
     workers: int | None = Field(default=None, strict=True, ge=1, le=MAX_WORKERS)
@@ -163,7 +161,7 @@ class HostSpec(Strict):
 
 @dataclass(frozen=True)
 class HostLink:
-    """A host as it will be built: its workers and its link's nominal rates, None where unshaped."""
+    """A host as it will be built: its workers and its link's nominal rates, None if unshaped."""
 
     name: str
     workers: int
@@ -174,7 +172,7 @@ class HostLink:
 class LabSpec(Strict):
     """A lab. ``LabSpec(hosts=2, rate="400mbit")`` is two hosts of one worker on 400 Mbit/s links.
 
-    Made directly it raises pydantic's ValidationError; `parse_spec` and `load_spec` raise LabError.
+    The constructor raises pydantic's ValidationError; `parse_spec` and `load_spec` raise LabError.
     """
 
     hosts: Annotated[
@@ -234,7 +232,7 @@ class LabSpec(Strict):
     def _fits_together(self) -> LabSpec:
         names = [link.name for link in self.links]
         if len(set(names)) != len(names):
-            raise LabError("host names repeat", expected="a name of its own for every host")
+            raise LabError("host names repeat", expected="a unique name for every host")
         if self.world_size > MAX_WORKERS:
             raise LabError(
                 "too many workers for one machine", got=self.world_size, expected=f"at most {MAX_WORKERS}"
@@ -287,7 +285,7 @@ def parse_spec(data: object, what: str = "lab") -> LabSpec:
 
 
 def load_spec(path: str | Path) -> LabSpec:
-    """Read a lab file. Raises LabError where it is missing, damaged or does not validate."""
+    """Read a lab file. Raises LabError if it is missing, damaged or invalid."""
     what = f"lab file {path}"
     text = files.read_text(Path(path), LabError, "lab file", MAX_SPEC_BYTES)
     return parse_spec(files.plain_yaml(text, LabError, what), what)
@@ -300,7 +298,7 @@ EVENT_FORM = (
 
 
 def parse_event(text: str) -> dict[str, Any]:
-    """Read one event such as ``5s link host1 down 100mbit`` as it stands in a lab file's timeline."""
+    """Read one event such as ``5s link host1 down 100mbit`` into an entry of a lab file's timeline."""
     match text.split():
         case [at, "link", host, ("up" | "down" | "both") as direction, rate]:
             return {"at": at, "link": host, "rate": rate, "direction": direction}
@@ -311,9 +309,9 @@ def parse_event(text: str) -> dict[str, Any]:
         case [at, "traffic", source, target, rate, duration]:
             return {"at": at, "traffic": {"from": source, "to": target, "rate": rate, "for": duration}}
         case [at, "slow", rank, share]:
-            return {"at": at, "slow": {"rank": _whole(rank, text), "share": share}}
+            return {"at": at, "slow": {"rank": _rank_number(rank, text), "share": share}}
         case [at, "kill", rank]:
-            return {"at": at, "kill": _whole(rank, text)}
+            return {"at": at, "kill": _rank_number(rank, text)}
     raise LabError("event cannot be read", got=text, expected=EVENT_FORM)
 
 
@@ -324,7 +322,7 @@ def parse_pairs(pairs: Iterable[str], flag: str) -> dict[int, str]:
         rank, equals, value = pair.partition("=")
         if not equals or not value:
             raise LabError(f"{flag} cannot be read", got=pair, expected="RANK=VALUE such as 1=0.5")
-        values[_whole(rank, pair)] = value
+        values[_rank_number(rank, pair)] = value
     return values
 
 
@@ -343,8 +341,8 @@ def override(
 ) -> LabSpec:
     """``base`` with flags on top of it.
 
-    A flag wins over the file, also over what the file says for single hosts. ``slow`` and ``pace`` replace
-    the ranks they name, and ``timeline`` adds events. Raises LabError where the result does not fit together.
+    A flag overrides the file, including settings of single hosts. ``slow`` and ``pace`` replace
+    the ranks they name, and ``timeline`` adds events. Raises LabError if the result is inconsistent.
     """
     data: dict[str, Any] = base.model_dump(by_alias=True, exclude_unset=True) if base else {}
     if hosts is not None:
@@ -370,25 +368,25 @@ def override(
 
 
 def _forget(data: dict[str, Any], *keys: str) -> None:
-    """Drop what single hosts say about ``keys``, so that the whole lab's value counts."""
+    """Remove ``keys`` from single hosts, so that the lab's value counts."""
     if isinstance(data.get("hosts"), list | tuple):
         data["hosts"] = [{k: v for k, v in host.items() if k not in keys} for host in data["hosts"]]
 
 
 def _spread_rate(data: dict[str, Any], key: str) -> None:
-    """Make room for the whole lab's ``key`` (up or down): a host's ``rate`` keeps the other direction only."""
-    other = "down" if key == "up" else "up"
+    """Remove ``key`` (up or down) from single hosts; their ``rate`` then only sets the other direction."""
+    opposite = "down" if key == "up" else "up"
     if isinstance(data.get("hosts"), list | tuple):
         hosts = []
         for host in data["hosts"]:
             kept = {k: v for k, v in host.items() if k not in {key, "rate"}}
             if host.get("rate") is not None:
-                kept.setdefault(other, host["rate"])
+                kept.setdefault(opposite, host["rate"])
             hosts.append(kept)
         data["hosts"] = hosts
 
 
-def _whole(text: str, shown: str) -> int:
+def _rank_number(text: str, shown: str) -> int:
     try:
         return int(text, 10)
     except ValueError:

@@ -1,10 +1,10 @@
-"""Which labs run, and which left something behind: one small file a lab, in a folder of the user's own.
+"""Records running labs, and finds and cleans up those that left something behind: one small file per lab.
 
-A lab is running while its launcher lives. A launcher that was killed leaves its file, and perhaps two things more.
-Where no process namespace could be had, processes: they are known by ``HEADWAY_LAB_ID`` in their environment.
-And a control group: it has the lab's name, so that whatever is in it is the lab's too. A process is named by pid
-and start time, so that a reused pid is never mistaken for it. Labs started from another process namespace (a
-container, say) that shares the folder are seen but never judged.
+A lab is running while its launcher lives. A killed launcher leaves its file, and possibly processes and a control
+group. Without a process namespace, processes are found by ``HEADWAY_LAB_ID`` in their environment. The control group
+has the lab's name, and all processes in it belong to the lab. A process is identified by pid and start time, so that a
+reused pid is never mistaken for it. Labs of another process namespace (such as a container) that shares the folder are
+listed but never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ State = Literal["running", "leftover", "elsewhere"]
 
 
 class Process(BaseModel):
-    """A process, told apart from a later one with the same pid by when it started."""
+    """A process, identified by pid and start time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +53,7 @@ class Process(BaseModel):
 
 
 class Record(BaseModel):
-    """What is kept about one lab while it runs."""
+    """The file of a running lab."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,7 +77,7 @@ class Record(BaseModel):
 
 @dataclass(frozen=True)
 class Lab:
-    """A lab as found: its record, what has become of it, and the pids that are still there."""
+    """A lab: its record, its state, and the pids that still exist."""
 
     record: Record
     state: State
@@ -90,11 +90,11 @@ def pid_namespace() -> str:
 
 
 def folder() -> Path:
-    """The folder of the records, made where missing. Raises LabError where it is not ours alone."""
+    """The folder of the records, created if missing. Raises LabError if it is not private."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         tops = [Path(runtime) / "headway"]
-    else:  # where other users can have taken a name
+    else:  # other users may have taken a name there
         name = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}"
         tops = [name, *(name.with_name(f"{name.name}-{number}") for number in range(2, _MOST_NAMES + 1))]
     for top in tops:
@@ -102,7 +102,7 @@ def folder() -> Path:
             if all(_is_private(path) for path in (top, top / "labs")):
                 return top / "labs"
         except OSError as failure:
-            raise LabError(f"the folder of running labs {top} cannot be made", got=failure.strerror) from None
+            raise LabError(f"cannot create the folder of running labs {top}", got=failure.strerror) from None
     raise LabError(
         "the folder of running labs is not private to you", got=tops[0],
         fix="Set XDG_RUNTIME_DIR to a folder that only you can write into.",
@@ -110,15 +110,15 @@ def folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a folder, which is made where it is missing, is this user's alone."""
+    """Whether a folder (created if missing) is private to this user."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def write(record: Record) -> None:
-    """Note a lab that is about to run."""
+    """Record a lab that is about to run."""
     files.write_text(_path(record.id), record.model_dump_json() + "\n", LabError)
 
 
@@ -132,7 +132,7 @@ def _path(lab_id: str) -> Path:
 
 
 def labs() -> list[Lab]:
-    """All labs on record, oldest first. Files that are not records are passed over."""
+    """All labs on record, oldest first. Files that are not records are skipped."""
     return [_look(record) for record in sorted(_records(), key=lambda record: record.started)]
 
 
@@ -156,9 +156,9 @@ def _look(record: Record) -> Lab:
 
 
 def clean(patience_s: float = 5.0) -> tuple[list[Lab], list[Lab]]:
-    """Remove what dead launchers left; returns the labs cleaned, and those where something would not go.
+    """Clean up after dead launchers; returns the labs cleaned, and those where something could not be removed.
 
-    Labs that run are not touched, nor any process that no lab of ours started.
+    Running labs, and processes that no lab of this user started, are not touched.
     """
     cleaned, stuck = [], []
     for lab in labs():
@@ -193,7 +193,7 @@ def _remove_group(record: Record) -> bool:
 
 
 def _kill_if_ours(pid: int, record: Record) -> None:
-    """Hold the process first, look again, then kill it: between looking and killing a pid can change hands."""
+    """Open a handle, check again, then kill: a pid may be reused between the check and the kill."""
     handle = os.pidfd_open(pid)
     try:
         orchestrator = pid == record.orchestrator.pid and record.orchestrator.alive

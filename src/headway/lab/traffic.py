@@ -1,7 +1,7 @@
-"""Another tenant's traffic: real TCP connections that together send at a given rate.
+"""Emulates another tenant's traffic: TCP connections that together send at a given rate.
 
-Several connections, because a link's queue is shared by connection: the single one of a light tenant would
-get next to nothing against a bulk transfer, which is not what a busy neighbour is like.
+It uses several connections because a link's queue is shared by connection: a single one would get next to nothing
+against a bulk transfer, unlike a busy neighbour.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _read(connection: socket.socket, buffer: bytearray) -> int:
 def send(target: tuple[str, int], rate_gbps: float, duration_s: float | None) -> None:
     """Send at ``rate_gbps`` over all connections, or as much less as the network carries.
 
-    Lasts ``duration_s``, or until killed. What could not be sent in time is not made up for later: the
-    tenant's rate is a ceiling.
+    Lasts ``duration_s``, or until killed. Lost time is not made up for: the rate is a
+    ceiling.
     """
     ends = None if duration_s is None else time.monotonic() + duration_s
     with contextlib.ExitStack() as stack:

@@ -69,7 +69,7 @@ class PlannedModel(BaseModel):
 
 
 class Prediction(BaseModel):
-    """What is expected of a plan."""
+    """The prediction for a plan."""
 
     model_config = _FROZEN
 
@@ -77,20 +77,20 @@ class Prediction(BaseModel):
     """The expected step under the plan."""
 
     baseline_ms: float = Field(ge=0, allow_inf_nan=False)
-    """The recorded step, from which the gain is counted."""
+    """The recorded step, the baseline of the gain."""
 
     uncertainty_ms: float = Field(ge=0, allow_inf_nan=False)
     """By how much ``step_ms`` may be off, in nine of ten cases."""
 
     peak_bytes: int | None = Field(default=None, ge=0)
-    """The most memory that one rank is expected to hold."""
+    """The predicted peak memory of one rank."""
 
     recorded: str | None = None
-    """A digest of the plan, if it is the one that was recorded; a plan that was edited since has another."""
+    """A digest of the plan if it is the recorded one; an edited plan has another digest."""
 
 
 class Plan(BaseModel):
-    """A strategy for each dimension of the job's device mesh, passes, and the job that they were decided for."""
+    """A strategy for each dimension of the job's device mesh, passes, and the job that they are for."""
 
     model_config = _FROZEN
 
@@ -108,27 +108,25 @@ class Plan(BaseModel):
     """For each dimension of the mesh, the name of a strategy with its options below it."""
 
     passes: tuple[SerializeAsAny[Pass], ...] = ()
-    """Changes of the job that no strategy decides about, by name with their options, in the order in which they are
-    applied."""
+    """Changes to the job beyond its strategies, by name with their options, in the order in which they are applied."""
 
     model: PlannedModel
-    """The model that the plan is for; another one is refused. Of a pipeline, that of the first stage."""
+    """The model that the plan is for; others are refused. For a pipeline, the model of the first stage."""
 
     stages: tuple[PlannedModel, ...] | None = None
-    """Of a pipeline, the model of every stage."""
+    """For a pipeline, the model of each stage."""
 
     changes_training: str | None = None
-    """What the plan changes of what is trained, in words, which its user has permitted; null for nothing."""
+    """How the plan changes what is trained, in words, as permitted by its user; null if it does not."""
 
     prediction: Prediction | None = None
-    """What is expected of the plan, if it was replayed."""
+    """The prediction, if the plan was replayed."""
 
     cluster: Cluster | None = None
     """The hosts and links that the prediction is for."""
 
     trace: str | None = None
-    """The folder of the recording that the plan was made from; from the folder of the plan's file, where it lies below
-    that."""
+    """The folder of the recording that the plan was made from; relative to the plan file's folder if it is below that."""
 
     @classmethod
     def data_parallel(
@@ -160,7 +158,7 @@ class Plan(BaseModel):
         prediction: Prediction | None = None,
         cluster: Cluster | None = None,
     ) -> Self:
-        """The plan that ``ranks``, by default as many, train ``stages`` with ``strategy``."""
+        """The plan by which ``ranks`` (by default one per stage) train ``stages`` with ``strategy``."""
         return cls(
             mesh={PIPELINE: ranks or len(stages)},
             parallel={PIPELINE: strategy},
@@ -180,7 +178,7 @@ class Plan(BaseModel):
         prediction: Prediction | None = None,
         cluster: Cluster | None = None,
     ) -> Self:
-        """The plan that pipelines side by side train ``stages`` with ``strategy``."""
+        """The plan by which replicated pipelines train ``stages`` with ``strategy``."""
         return cls(
             mesh=dict(mesh),
             parallel={PIPELINE: strategy.pipeline, DATA: strategy.data},
@@ -194,46 +192,46 @@ class Plan(BaseModel):
     @classmethod
     def _strategies_by_name(cls, value: Any) -> Any:
         if not isinstance(value, dict):
-            raise ValueError("a strategy for each dimension of the mesh")
-        return {dimension: _strategy(one, dimension) for dimension, one in value.items()}
+            raise ValueError("expected a strategy for each dimension of the mesh")
+        return {dimension: _strategy(option, dimension) for dimension, option in value.items()}
 
     @field_validator("passes", mode="before")
     @classmethod
     def _passes_by_name(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):
             return value
-        return [_pass(one, position) for position, one in enumerate(value)]
+        return [_pass(option, position) for position, option in enumerate(value)]
 
     @field_validator("passes")
     @classmethod
     def _in_order(cls, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         for pass_ in passes[1:]:
             if pass_.stands_first:
-                raise ValueError(f"{pass_.name} has to be the first pass, and there once")
+                raise ValueError(f"{pass_.name} must be the first pass, and listed once")
         return passes
 
     @model_validator(mode="after")
     def _fits_the_mesh(self) -> Self:
         if self.mesh.keys() != self.parallel.keys():
             raise ValueError(
-                f"parallel needs a strategy for each of {', '.join(self.mesh)}, has one for {', '.join(self.parallel)}"
+                f"parallel needs a strategy for each of {', '.join(self.mesh)}, got one for {', '.join(self.parallel)}"
             )
         for dimension, strategy in self.parallel.items():
             if strategy.dimension != dimension:
                 raise ValueError(
-                    f"{strategy.name} is for the dimension {strategy.dimension!r}, but is given for {dimension!r}"
+                    f"{strategy.name} is for the dimension {strategy.dimension!r}, got {dimension!r}"
                 )
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"a mesh of {self.world_size} ranks, expected at most {MAX_WORLD_SIZE}")
-        if self.passes and PIPELINE in self.parallel:  # neither predicted nor applied: not to be overlooked
+        if self.passes and PIPELINE in self.parallel:  # passes would be neither predicted nor applied
             raise ValueError(
-                f"passes are not applied to the stages of a pipeline, has {', '.join(one.name for one in self.passes)}"
+                f"a pipeline takes no passes, got {', '.join(pass_.name for pass_ in self.passes)}"
             )
         for pass_ in self.passes:
             for strategy in self.parallel.values():
                 if pass_.leaves_out_steps and strategy.counts_steps:
                     raise ValueError(
-                        f"under {pass_.describe()} a rank may leave out a step, and {strategy.name} counts them"
+                        f"under {pass_.describe()} a rank may skip a step, which {strategy.name} does not support"
                     )
         return self
 
@@ -244,7 +242,7 @@ class Plan(BaseModel):
 
     @field_serializer("passes", mode="wrap")
     def _passes_under_their_names(self, value: tuple[Pass, ...], handler: Any) -> list[dict[str, Any]]:
-        return [{one.name: options} for one, options in zip(value, handler(value), strict=True)]
+        return [{pass_.name: options} for pass_, options in zip(value, handler(value), strict=True)]
 
     @property
     def world_size(self) -> int:
@@ -253,26 +251,26 @@ class Plan(BaseModel):
 
     @property
     def digest(self) -> str:
-        """A digest of all that the plan decides."""
+        """A digest of all decisions of the plan."""
         decided = self.model_dump_json(include={"mesh", "parallel", "passes"})
         return hashlib.sha256(decided.encode()).hexdigest()[:16]
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it changes nothing of the recording that it was made from."""
+        """Whether the plan is the recorded one."""
         return self.prediction is not None and self.prediction.recorded == self.digest
 
     def describe(self) -> str:
-        """Say the strategy and the passes in a few words."""
+        """The strategy and the passes in a few words."""
         return " + ".join([self.strategy.describe(), *(pass_.describe() for pass_ in self.passes)])
 
     def short_name(self) -> str:
-        """Say the strategy in its first words, and the names of the passes."""
+        """The short name of the strategy, and the names of the passes."""
         return " + ".join([short_name(self.strategy.describe()), *(pass_.name for pass_ in self.passes)])
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of a plan of one dimension, or of pipelines side by side. Raises PlanError for other plans."""
+        """The strategy of a one-dimensional plan, or of replicated pipelines. Raises PlanError for other plans."""
         if len(self.parallel) == 1:
             (strategy,) = self.parallel.values()
             return strategy
@@ -284,7 +282,9 @@ class Plan(BaseModel):
         ):
             raise PlanError(
                 "this combination of strategies is not supported",
-                got=", ".join(f"{one.name} along {dimension}" for dimension, one in self.parallel.items()),
+                got=", ".join(
+                    f"{strategy.name} along {dimension}" for dimension, strategy in self.parallel.items()
+                ),
                 expected="one dimension, or a pipeline whose stages are trained with ddp or decoupled",
                 fix="Leave one dimension in mesh and parallel, or use one of these along data.",
             )
@@ -319,14 +319,14 @@ class Plan(BaseModel):
         self._check(model, self.model, "model", world_size)
 
     def check_recorded(self, model: ModelSpec, stages: Sequence[ModelSpec], world_size: int) -> None:
-        """Raise PlanError unless the plan was made for a job that trains ``model``, or ``stages`` where it has some."""
+        """Raise PlanError unless the plan was made for a job that trains ``model``, or ``stages`` if it has any."""
         if not stages:
             self.check(model, world_size)
         for number, stage in enumerate(stages):
             self.check_stage(stage, number, len(stages), world_size)
 
     def check_stage(self, model: ModelSpec, stage: int, stages: int, world_size: int) -> None:
-        """Raise PlanError unless the plan was made for ``stages`` stages, of which number ``stage`` is ``model``."""
+        """Raise PlanError unless the plan has ``stages`` stages, and stage number ``stage`` is ``model``."""
         planned = self.stages or ()
         if stages != len(planned):
             raise PlanError(
@@ -370,7 +370,7 @@ def _pass(value: Any, position: int) -> Pass:
 
 @contextmanager
 def _located(*where: int | str) -> Iterator[None]:
-    """Have complaints about what is validated within say where it stands in the plan file."""
+    """Make validation errors in the block name their place in the plan file."""
     try:
         yield
     except ValidationError as failure:
@@ -385,14 +385,16 @@ def _located(*where: int | str) -> Iterator[None]:
         ]
         try:
             placed = ValidationError.from_exception_data(failure.title, complaints)
-        except KeyError:  # a kind of error that only an outside strategy knows
+        except KeyError:  # a custom error of a plug-in
             raise failure from None
         raise placed from None
 
 
 def _named(value: Any, what: str, group: str, names: tuple[str, ...]) -> tuple[str, Any]:
     if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(f"one {what} by name, one of {', '.join(names)}, with its options below it")
+        raise ValueError(
+            f"expected the name of one {what} with its options below it, one of {', '.join(names)}"
+        )
     ((name, options),) = value.items()
     if name not in names:
         raise ValueError(unknown(what, group, name, names))
@@ -400,7 +402,7 @@ def _named(value: Any, what: str, group: str, names: tuple[str, ...]) -> tuple[s
 
 
 class _Plan1(BaseModel):
-    """What differs from today's format."""
+    """The fields of format 1 that differ from the current format."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -410,7 +412,7 @@ class _Plan1(BaseModel):
 
 
 def upgraded(data: dict[str, Any], what: str) -> dict[str, Any]:
-    """``data`` in today's format. Raises PlanError that ``what`` is damaged where it is not of format 1."""
+    """Convert ``data`` of format 1 to the current format. Raises PlanError if it is damaged."""
     old = files.validate(data, _Plan1, PlanError, what)
     rest = {key: value for key, value in data.items() if key not in _Plan1.model_fields}
     return {"format": FORMAT, "mesh": {DATA: old.world_size}, "parallel": {DATA: old.strategy}, **rest}

@@ -123,7 +123,7 @@ def test_without_process_namespaces_links_are_shaped_and_nothing_stays() -> None
         (("run", "--hosts", "2", "--grace", "long", "--", "true"), "grace cannot be read"),
         (("run", "--hosts", "2", "--", "no-such-command"), "command not found"),
         (("run", "--hosts", "2"), "no command"),
-        (("run", "--", "true"), "no lab is described"),
+        (("run", "--", "true"), "no lab is specified"),
         (("run", "none.yaml", "--", "true"), "not found"),
     ],
 )

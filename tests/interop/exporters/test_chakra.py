@@ -317,7 +317,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_done(
     trace = synthetic_trace(SyntheticJob(world_size=2, steps=1))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").touch()
-    with pytest.raises(TraceError, match="exists already"):
+    with pytest.raises(TraceError, match="already exists"):
         write_chakra(trace, tmp_path / "full")
     broken = replace(trace, events={0: trace.events[0]})
     with pytest.raises(KeyError):

@@ -105,7 +105,7 @@ def test_what_is_there_already_stays(tmp_path: Path) -> None:
     source = copied(FIXTURES, tmp_path, ["kineto/rank*"])
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    with pytest.raises(TraceError, match="the output exists already"):
+    with pytest.raises(TraceError, match="the output already exists"):
         import_trace(source, tmp_path / "out")
     assert left_behind(tmp_path / "out") == {"mine"}
 

@@ -125,7 +125,7 @@ def test_what_it_decides_and_refuses() -> None:
     ):
         with pytest.raises(PlanError, match="can be trained, not replayed"):
             MeshStrategy(pipeline=pipeline, data=data).decide(job)
-    with pytest.raises(UserError, match="as many workers as were recorded"):
+    with pytest.raises(UserError, match="another number of workers than recorded"):
         job.moved_to(job.on.resized(8))
 
 

@@ -1,7 +1,7 @@
 """Found first on PYTHONPATH by every Python that a recorded or planned command starts.
 
-It waits for ``import torch`` and does nothing in processes without one. A ``sitecustomize`` that stood on the path
-before keeps working: it is run too.
+It waits for ``import torch`` and does nothing in processes that do not import it. The ``sitecustomize`` that it hides
+is run too.
 """
 
 import os
@@ -13,14 +13,14 @@ def _run_the_next_sitecustomize() -> None:
     from importlib.util import module_from_spec
 
     here = os.path.dirname(os.path.abspath(__file__))
-    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    spec = PathFinder.find_spec("sitecustomize", others)
+    entries = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    spec = PathFinder.find_spec("sitecustomize", entries)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(module_from_spec(spec))
 
 
 class _WhenTorchIsImported:
-    """Asked first for every module; at ``torch`` it makes way for the hook that runs after its import."""
+    """A meta path finder that waits for ``import torch``, then hooks the end of that import."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> object:
@@ -31,7 +31,7 @@ class _WhenTorchIsImported:
             import wrapt
 
             from headway.integrations import activate
-        except Exception as failure:  # an old Python may not even parse it
+        except Exception as failure:  # an old Python may fail to parse it
             _say_why_not(failure)
             return None
         from importlib.util import find_spec
@@ -41,7 +41,7 @@ class _WhenTorchIsImported:
 
 
 def _say_why_not(failure: Exception) -> None:
-    """Leave a report as ``headway.integrations.reports`` would, which cannot be imported here."""
+    """Write a report as ``headway.integrations.reports`` would, which cannot be imported here."""
     import json
 
     blind = f"{sys.executable} cannot import headway ({failure})"
