@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests import limits
-from tests.coordination.simple_generators import All
+from tests.strategies.partial_all_reduce.coordinator.simple_generators import All
 
 from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient, Link

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.coordination.generators.watched import HOSTS, Watched, restored, watched
 from tests.exhaustive import examples
+from tests.strategies.partial_all_reduce.generators.watched import HOSTS, Watched, restored, watched
 
 from headway.errors import PlanError
 from headway.strategies.partial_all_reduce.generators import rules

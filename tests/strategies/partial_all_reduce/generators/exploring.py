@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tests.coordination.generators.watched import Watched, watched
+from tests.strategies.partial_all_reduce.generators.watched import Watched, watched
 
 from headway.strategies.chance import Chance
 from headway.strategies.partial_all_reduce.generators.queues import Mixing

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.exhaustive import examples
 from tests.graph.event_loop import Workers
-from tests.strategies.decentralised import plain_loop
+from tests.strategies.partial_all_reduce import plain_loop
 
 from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_REDUCE, RING

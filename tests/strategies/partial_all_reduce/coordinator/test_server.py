@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 from tests import limits
-from tests.coordination.simple_generators import All
+from tests.strategies.partial_all_reduce.coordinator.simple_generators import All
 
 from headway.errors import CommunicationError, UserError
 from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
