@@ -61,6 +61,11 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def format_address(host: str, port: int) -> str:
+    """``HOST:PORT``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_towards(host: str) -> str | None:
     """The address that a packet to ``host`` would carry; None where there is no way to it."""
     if not host:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from headway.errors import CommunicationError, UserError
-from headway.strategies.partial_all_reduce import frames, joining
+from headway.rpc import frames
+from headway.strategies.partial_all_reduce import joining
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
 from headway.strategies.partial_all_reduce.joining import (
     Snapshots,

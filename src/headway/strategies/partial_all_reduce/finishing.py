@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 
 from headway.errors import CommunicationError, one_line
+from headway.rpc import frames
+from headway.rpc.frames import FrameError, Header, Limits
 from headway.rpc.trusted import receive_exactly
 from headway.strategies.live.averaged import Flat
-from headway.strategies.partial_all_reduce import frames
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
-from headway.strategies.partial_all_reduce.frames import FrameError, Header
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 from headway.strategies.partial_all_reduce.rounds import LayoutError, mean_of
@@ -191,7 +191,7 @@ class Finals:
                 "concede_s": None if concede_by is None else max(0.0, concede_by - now),
             }  # fmt: skip
             frames.send(connection, request, b"", deadline)
-            header, _ = frames.receive(connection, deadline, max_payload_bytes=0)
+            header, _ = frames.receive(connection, Limits(), deadline)
             if "failed" in header:
                 raise ConnectionError(str(header["failed"])[:200])
             self._known.hear(header.get("known"))

@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.errors import CommunicationError, UnsupportedError, UserError, one_line
+from headway.rpc import frames
+from headway.rpc.frames import LARGE_HEADER_BYTES, FrameError, Header, Limits
 from headway.rpc.trusted import receive_exactly
 from headway.strategies.live.stepping import Stepping
-from headway.strategies.partial_all_reduce import frames
 from headway.strategies.partial_all_reduce.averaging import Averaging
 from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, Member
-from headway.strategies.partial_all_reduce.frames import MAX_HEADER_BYTES, FrameError, Header
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 from headway.strategies.partial_all_reduce.rounds import Contexts, Rounds
 
@@ -259,9 +259,7 @@ def _fetched(
     with peers.connect(member, begins_by) as connection:
         request = {"kind": "state", "wait_s": max(0.0, begins_by - time.monotonic())}
         frames.send(connection, request, b"", begins_by)
-        header, _ = frames.receive(
-            connection, begins_by, max_payload_bytes=0, max_header_bytes=MAX_HEADER_BYTES
-        )
+        header, _ = frames.receive(connection, Limits(LARGE_HEADER_BYTES), begins_by)
         if "failed" in header:
             raise ConnectionError(str(header["failed"])[:200])
         expected = _checked(header, module, member)

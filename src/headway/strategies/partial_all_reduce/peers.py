@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from headway.rpc import frames
+from headway.rpc.frames import Frame, FrameError, FrameServer, Header, Limits, endpoint
 from headway.rpc.trusted import connect
-from headway.strategies.partial_all_reduce import frames
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
-from headway.strategies.partial_all_reduce.frames import FrameError, FrameServer, Header
 
 MAX_ROOMS = 1024
 MAX_KEYS = 4096
@@ -131,7 +131,7 @@ class PeerServer:
     def _answer(self, connection: socket.socket) -> None:
         while True:
             idle = time.monotonic() + IDLE_S
-            header, payload = frames.receive(connection, idle, max_payload_bytes=MAX_VALUE_BYTES)
+            header, payload = frames.receive(connection, Limits(payload_bytes=MAX_VALUE_BYTES), idle)
             handler = self._handlers.get(str(header.get("kind")))
             wait_s = header.get("wait_s")
             if handler is None or not isinstance(wait_s, (int, float)):
@@ -159,15 +159,7 @@ class PeerServer:
             raise FrameError("too many keys at once")
         values = self.board.get(str(header["room"]), [str(key) for key in keys], deadline)
         sizes = [len(value) for value in values]
-        frames.send(connection, {"sizes": sizes}, b"".join(values), deadline + 1.0)
-
-
-def endpoint(address: str) -> tuple[str, int]:
-    """Host and port of an address. Raises FrameError where it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise FrameError(f"no address: {address[:100]!r}")
-    return host.strip("[]"), int(port)
+        frames.send(connection, {"sizes": sizes}, values, deadline + 1.0)
 
 
 class Peers:
@@ -189,7 +181,7 @@ class Peers:
         payload: bytes,
         deadline: float,
         max_payload_bytes: int = 0,
-    ) -> tuple[dict[str, Any], bytearray]:
+    ) -> Frame:
         """The answer of ``member``. Raises OSError or TimeoutError where there is none before ``deadline``."""
         kept = self._connections.pop(member.address, None)
         if kept is not None:
@@ -206,19 +198,19 @@ class Peers:
     def _asked(
         self, connection: socket.socket, member: Member, header: dict[str, Any], payload: bytes, deadline: float,
         max_payload_bytes: int,
-    ) -> tuple[dict[str, Any], bytearray]:  # fmt: skip
+    ) -> Frame:  # fmt: skip
         try:
             wait_s = max(0.0, deadline - time.monotonic())
             frames.send(connection, {**header, "wait_s": wait_s}, payload, deadline)
-            answer = frames.receive(connection, deadline + 1.0, max_payload_bytes=max_payload_bytes)
+            answer = frames.receive(connection, Limits(payload_bytes=max_payload_bytes), deadline + 1.0)
         except BaseException:
             connection.close()
             raise
         self._connections[member.address] = connection
         while len(self._connections) > self._kept:
             self._connections.pop(next(iter(self._connections))).close()
-        if "failed" in answer[0]:
-            raise PeerRefusedError(str(answer[0]["failed"])[:200])
+        if "failed" in answer.header:
+            raise PeerRefusedError(str(answer.header["failed"])[:200])
         return answer
 
     def close(self) -> None:
@@ -265,7 +257,7 @@ class RemoteRoom:
             place += size
         return values
 
-    def _asked(self, request: dict[str, Any], payload: bytes, limit: int) -> tuple[dict[str, Any], bytearray]:
+    def _asked(self, request: dict[str, Any], payload: bytes, limit: int) -> Frame:
         return self._peers.ask(self._holder, request, payload, self._deadline, limit)
 
 

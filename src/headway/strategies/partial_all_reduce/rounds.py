@@ -21,12 +21,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headway import torch_private
 from headway.errors import HeadwayError, UserError, one_line
+from headway.rpc.frames import FrameError, endpoint
 from headway.rpc.trusted import remaining_s
 from headway.strategies.live.averaged import Flat, Layout
 from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, GroupStart, Member
-from headway.strategies.partial_all_reduce.frames import FrameError
 from headway.strategies.partial_all_reduce.generators.generator import Worker
-from headway.strategies.partial_all_reduce.peers import Peers, PeerServer, Room, endpoint, room_of
+from headway.strategies.partial_all_reduce.peers import Peers, PeerServer, Room, room_of
 
 CAPACITY = 16
 SETTLING_S = 0.5  # Gloo's threads must have let go of tensors before a context is destroyed

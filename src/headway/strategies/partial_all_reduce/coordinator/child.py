@@ -17,6 +17,7 @@ from typing import IO
 
 from headway import files
 from headway.errors import LaunchError
+from headway.rpc.interface import format_address
 from headway.strategies.partial_all_reduce.coordinator import transport
 from headway.strategies.partial_all_reduce.coordinator.options import DEFAULT_LEASE_S, GeneratorChoice
 from headway.strategies.partial_all_reduce.coordinator.security import checked_secret, write_secret
@@ -61,7 +62,7 @@ class CoordinatorProcess:
         try:
             secret = self._folder / _SECRET
             self._secret = secret.read_text().strip() if secret.exists() else write_secret(secret)
-            self._process, self.address = self._started(transport.format_address(host, 0))
+            self._process, self.address = self._started(format_address(host, 0))
         except BaseException:
             self._remove()
             raise

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CommunicationError, InternalError, UserError
+from headway.rpc.interface import format_address
 from headway.strategies.partial_all_reduce.coordinator import messages, transport
 from headway.strategies.partial_all_reduce.coordinator.journal import Journal
 from headway.strategies.partial_all_reduce.coordinator.ledger import Ledger, MakeGenerator
@@ -116,7 +117,7 @@ class Server:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(transport.SERVICE, {transport.METHOD: method}),)
         )
-        target = transport.format_address(host, port)
+        target = format_address(host, port)
         try:
             if options.secret is None:
                 bound = server.add_insecure_port(target)
@@ -131,7 +132,7 @@ class Server:
                 f"cannot listen on {target}", expected="an address of this machine with a free port",
                 fix="Choose another port, or 0 for a free one.",
             )  # fmt: skip
-        self.address = transport.format_address(host, bound)
+        self.address = format_address(host, bound)
         return server
 
     async def _connect(self, _requests: Any, context: Context) -> None:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UserError, how_to_install
-from headway.rpc.interface import is_loopback
+from headway.rpc.interface import format_address, is_loopback
 from headway.strategies.partial_all_reduce.coordinator.messages import (
     MAX_TO_COORDINATOR_BYTES,
     MAX_TO_WORKER_BYTES,
@@ -56,11 +56,6 @@ def parse_address(text: str, what: str = "the coordinator's address") -> tuple[s
     if not separator or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"{what} is none", got=text, expected="HOST:PORT, an IPv6 address in brackets")
     return host, int(port)
-
-
-def format_address(host: str, port: int) -> str:
-    """``host`` and ``port`` as one text."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_local(host: str) -> bool:
