@@ -32,7 +32,7 @@ def test_header_and_payload_arrive(pair: Pair, payload: bytes | list[bytes]) -> 
     send(pair[0], {"kind": "state"}, payload, _deadline())
     header, received = receive(pair[1], Limits(payload_bytes=6), _deadline())
     assert header == {"kind": "state"}
-    assert received == b"abcdef"
+    assert bytes(received) == b"abcdef"
 
 
 @pytest.mark.parametrize(

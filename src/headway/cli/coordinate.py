@@ -95,8 +95,10 @@ def coordinate(
 
     def ready(address: str) -> None:
         if as_json:
-            said = files.document("coordinator", address=address, metrics_port=port.port if port else None)
-            text = json.dumps(said)
+            document = files.document(
+                "coordinator", address=address, metrics_port=port.port if port else None
+            )
+            text = json.dumps(document)
         else:
             text = f"coordinator at {address}" + (f", metrics on port {port.port}" if port else "")
         print(text, flush=True, file=sys.stdout)

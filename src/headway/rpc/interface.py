@@ -26,19 +26,19 @@ def job_address() -> str:
     Without either it is that of the host's name, as for Gloo. It may be a loopback address although other ranks are on
     other hosts: many a host's name stands for 127.0.1.1 on the host itself.
     """
-    return _told() or address_towards(os.environ.get("MASTER_ADDR", "")) or _of_the_host()
+    return _chosen_interface_address() or address_towards(os.environ.get("MASTER_ADDR", "")) or _of_the_host()
 
 
-def reachable_address(candidates: Sequence[str], own: int) -> str:
+def reachable_address(candidates: Sequence[str], rank: int) -> str:
     """This machine's address, given those that every rank found on its own, where one was mistaken.
 
     A rank that found a loopback address takes, unless all did, the one on the way to another.
     """
-    if not is_loopback(candidates[own]):
-        return candidates[own]
-    others = (towards for towards in candidates if not is_loopback(towards))
-    found = (address_towards(other) for other in others)
-    return next((address for address in found if address and not is_loopback(address)), candidates[own])
+    if not is_loopback(candidates[rank]):
+        return candidates[rank]
+    targets = (towards for towards in candidates if not is_loopback(towards))
+    addresses = (address_towards(target) for target in targets)
+    return next((address for address in addresses if address and not is_loopback(address)), candidates[rank])
 
 
 def is_on_one_host() -> bool:
@@ -46,9 +46,9 @@ def is_on_one_host() -> bool:
     world_size = os.environ.get("WORLD_SIZE")
     if world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
         return True
-    told = _told()
-    if told is not None:
-        return is_loopback(told)
+    address = _chosen_interface_address()
+    if address is not None:
+        return is_loopback(address)
     master = os.environ.get("MASTER_ADDR", "")
     return master == "localhost" or is_loopback(master)
 
@@ -79,7 +79,7 @@ def address_towards(host: str) -> str | None:
         return None
 
 
-def _told() -> str | None:
+def _chosen_interface_address() -> str | None:
     """The IPv4 address of the first interface in GLOO_SOCKET_IFNAME that has one."""
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and (address := _of_interface(name)):

@@ -109,7 +109,7 @@ class TrustedServer:
 
     def _look(self) -> None:
         """Wait for something to happen, and deal with it."""
-        deadline = min((one.deadline for one in self._strangers.values()), default=None)
+        deadline = min((waiting.deadline for waiting in self._strangers.values()), default=None)
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._listener:
@@ -117,7 +117,7 @@ class TrustedServer:
             elif (stranger := self._strangers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 self._hear(stranger)
         now = time.monotonic()
-        for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
+        for stranger in [late for late in self._strangers.values() if late.deadline <= now]:
             self._drop(stranger)
 
     def _accept(self) -> None:

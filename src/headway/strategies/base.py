@@ -58,9 +58,9 @@ class Strategy(BaseModel):
         del job
         return self
 
-    def beside(self, other: Strategy) -> Strategy:
+    def beside(self, alternative: Strategy) -> Strategy:
         """``other`` in the place of that part of this decision that it is an alternative to; by default of all."""
-        return other
+        return alternative
 
     @property
     def changes_training(self) -> str:

@@ -29,7 +29,7 @@ class Chance:
             drawn.append(left.pop(self.below(len(left)) if len(left) > 1 else 0))
         return drawn
 
-    def one(self, items: Sequence[T]) -> T:
+    def pick(self, items: Sequence[T]) -> T:
         """One of ``items``, of which there must be some."""
         (drawn,) = self.sample(items, 1)
         return drawn

@@ -134,7 +134,7 @@ def read_journal(path: Path) -> list[Entry]:
     Raises UserError where the file is missing, too large, or holds something else.
     """
     lines = files.read_text(path, UserError, "decisions", MAX_BYTES).split("\n")
-    found = []
+    entries = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             document = json.loads(line)
@@ -143,11 +143,11 @@ def read_journal(path: Path) -> list[Entry]:
                 f"line {number} of {path} is no decision", got=line[:80],
                 expected="a file that headway run --decisions wrote",
             ) from None  # fmt: skip
-        found.append(files.validate(document, Entry, UserError, f"line {number} of {path}"))
-    if not found:
+        entries.append(files.validate(document, Entry, UserError, f"line {number} of {path}"))
+    if not entries:
         raise UserError(
             f"{path} holds no decision",
             expected="a run of several steps whose plan changes while it trains",
             fix="Run with --adapt, or plan a pipeline with headway optimize --follow-network.",
         )
-    return found
+    return entries

@@ -55,7 +55,9 @@ class Outcome:
     @cached_property
     def iterations(self) -> tuple[int, ...]:
         """How many iterations each rank finished after the warm-up."""
-        return tuple(sum(self.from_ns < each <= self.until_ns for each in own) for own in self.finished_ns)
+        return tuple(
+            sum(self.from_ns < end_ns <= self.until_ns for end_ns in ends_ns) for ends_ns in self.finished_ns
+        )
 
     @property
     def duration_s(self) -> float:
@@ -90,12 +92,12 @@ class Outcome:
     @property
     def sizes(self) -> Mapping[int, int]:
         """How many groups had how many members."""
-        return dict(sorted(Counter(len(each.members) for each in self.counted).items()))
+        return dict(sorted(Counter(len(group.members) for group in self.counted).items()))
 
     @property
     def iterations_apart(self) -> tuple[float, int]:
         """By how many iterations the members of a group differ: in the mean, and at most."""
-        apart = [max(each.iterations) - min(each.iterations) for each in self.counted]
+        apart = [max(group.iterations) - min(group.iterations) for group in self.counted]
         return (sum(apart) / len(apart), max(apart)) if apart else (0.0, 0)
 
     def describe(self) -> str:
@@ -132,7 +134,7 @@ class Outcome:
             "standing_ms": self.standing_ms,
             "forming_ms": sum(self.forming_ns) / max(1, sum(self.iterations)) / 1e6,
             "groups": len(self.counted),
-            "groups_failed": sum(not each.averaged for each in self.counted),
+            "groups_failed": sum(not group.averaged for group in self.counted),
             "group_sizes": {str(size): count for size, count in self.sizes.items()},
             "iterations_apart_mean": mean_apart,
             "iterations_apart_most": most_apart,

@@ -49,7 +49,7 @@ class Injection(ABC, Generic[S]):
         init: Callable[..., None],
         wrapped: DistributedDataParallel,
         module: nn.Module,
-        given: dict[str, Any],
+        ddp_options: dict[str, Any],
         strategy: S,
     ) -> None:
         """Construct ``wrapped`` around ``module`` by its class's own constructor, ``init``, under ``strategy``.

@@ -61,15 +61,15 @@ class Proposal:
 
 def proposal_of(plugin: StrategyPlugin[Any], job: Job) -> Proposal:
     """What ``plugin`` proposes for ``job``. Raises TypeError where that is no proposal of strategies."""
-    made: object = plugin.propose(job)
-    if not isinstance(made, Proposal):
-        raise TypeError(f"propose() returned {type(made).__name__}, expected Proposal")
-    for strategy in made.strategies:
+    proposal: object = plugin.propose(job)
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"propose() returned {type(proposal).__name__}, expected Proposal")
+    for strategy in proposal.strategies:
         if not isinstance(strategy, Strategy):
             raise TypeError(
                 f"propose() returned {type(strategy).__name__} in its Proposal, expected strategies"
             )
-    return made
+    return proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ class StrategyPlugin(ABC, Generic[S]):
 
         None where none does, as by default where ``strategy`` does not by itself.
         """
-        mine = isinstance(strategy, self.policy) and strategy.decides_while_training
-        return cast("S", strategy) if mine else None
+        adapts = isinstance(strategy, self.policy) and strategy.decides_while_training
+        return cast("S", strategy) if adapts else None
 
     def for_workers(self, strategy: S) -> S | None:
         """``strategy``, which adapts, for a job of another number of workers than its plan is of.

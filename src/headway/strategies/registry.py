@@ -43,13 +43,15 @@ WITHOUT_A_PLAN: Strategy = DecoupledStrategy(tune=True)
 @cache
 def plugins() -> dict[str, StrategyPlugin[Any]]:
     """All strategies by name, Headway's own first."""
-    found: dict[str, StrategyPlugin[Any]] = {}
+    strategies: dict[str, StrategyPlugin[Any]] = {}
     for module in SHIPPED:
         plugin: StrategyPlugin[Any] = import_module(module).PLUGIN
-        found[plugin.name] = plugin
+        strategies[plugin.name] = plugin
     expected = "a StrategyPlugin whose policy has that name"
-    found.update((plugin.name, plugin) for plugin in load_entry_points(GROUP, found, _fitting, expected))
-    return found
+    strategies.update(
+        (plugin.name, plugin) for plugin in load_entry_points(GROUP, strategies, _fitting, expected)
+    )
+    return strategies
 
 
 def check_usable(name: str) -> None:
@@ -69,10 +71,10 @@ def ask(
     return answers("strategy", reversed(strategies) if last_first else strategies, question, needed=needed)
 
 
-def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
-    if isinstance(found, StrategyPlugin) and found.name == name:
-        check_complete(found.policy)
-        return found
+def _fitting(name: str, candidate: object) -> StrategyPlugin[Any] | None:
+    if isinstance(candidate, StrategyPlugin) and candidate.name == name:
+        check_complete(candidate.policy)
+        return candidate
     return None
 
 
@@ -105,9 +107,10 @@ def carried_out_by(strategy: Strategy, library: str) -> tuple[Strategy, tuple[st
 def adapting(strategy: Strategy) -> Strategy | None:
     """One that begins as ``strategy`` and changes while the job trains as its world does; None where none can."""
     first = plugin_of(strategy)
-    for each in (first, *(plugin for plugin in plugins().values() if plugin is not first)):
-        if (found := each.adapting(strategy)) is not None:
-            return cast("Strategy", found)
+    remaining = (plugin for plugin in plugins().values() if plugin is not first)
+    for plugin in (first, *remaining):
+        if (adaptive := plugin.adapting(strategy)) is not None:
+            return cast("Strategy", adaptive)
     return None
 
 

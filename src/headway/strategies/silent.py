@@ -34,8 +34,8 @@ def silent_ranks(
     store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
     verdict = _verdict(key)
 
-    def called(other: int) -> bool:
-        return store.check([f"{key}/met/{other}"])
+    def called(peer: int) -> bool:
+        return store.check([f"{key}/met/{peer}"])
 
     def wait_for(what: Callable[[], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
@@ -43,23 +43,23 @@ def silent_ranks(
             time.sleep(PAUSE_S)
         return is_so
 
-    others = [other for other in ranks if other != rank]
+    peers = [peer for peer in ranks if peer != rank]
     try:
         store.set(f"{key}/met/{rank}", "")
-        found: Sequence[int] = ()
+        silent: Sequence[int] = ()
         if neighbour is not None and not wait_for(
             lambda: store.check([verdict]) or called(neighbour), GRACE_S
         ):
-            found = (neighbour,)
+            silent = (neighbour,)
         elif decides and neighbour is None:
-            wait_for(lambda: store.check([verdict]) or all(map(called, others)), PATIENCE_S)
-            found = [other for other in others if not called(other)]
+            wait_for(lambda: store.check([verdict]) or all(map(called, peers)), PATIENCE_S)
+            silent = [peer for peer in peers if not called(peer)]
         else:
             wait_for(lambda: store.check([verdict]), 2 * PATIENCE_S)
-        agreed = tuple(json.loads(store.compare_set(verdict, "", json.dumps(found))))
+        agreed = tuple(json.loads(store.compare_set(verdict, "", json.dumps(silent))))
     except RuntimeError:  # where a rank keeps the store, it is that one
         return (0,) if store.is_kept_by_rank_0 and rank != 0 and 0 in ranks else ()
-    if rank == 0 and others and store.is_kept_by_rank_0:
+    if rank == 0 and peers and store.is_kept_by_rank_0:
         time.sleep(LINGER_S)
     return agreed
 

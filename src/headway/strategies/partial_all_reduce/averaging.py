@@ -24,19 +24,19 @@ from headway.strategies.partial_all_reduce.coordinator.messages import Coordinat
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.rounds import OUTCOME_S, Copies, Ending, Round, Rounds
 
-Told = Callable[[Worker, Round], None]
+RoundCallback = Callable[[Worker, Round], None]
 """Takes a worker of this process and a round of it, at its end, on the thread that trains. It must not raise."""
 
-_watching: list[Told] = []
+_watching: list[RoundCallback] = []
 
 
-def watch(told: Told) -> Callable[[], None]:
-    """Have ``told`` called from now on, until what is returned is called."""
-    _watching.append(told)
+def watch(callback: RoundCallback) -> Callable[[], None]:
+    """Have ``callback`` called from now on, until what is returned is called."""
+    _watching.append(callback)
 
     def leave() -> None:
-        if told in _watching:
-            _watching.remove(told)
+        if callback in _watching:
+            _watching.remove(callback)
 
     return leave
 
@@ -54,10 +54,10 @@ def is_following() -> bool:
     return bool(_following)
 
 
-def tell(worker: Worker, ended: Round) -> None:
+def notify(worker: Worker, ended: Round) -> None:
     """A round has ended."""
-    for told in _watching:
-        told(worker, ended)
+    for callback in _watching:
+        callback(worker, ended)
 
 
 Observer = Callable[[Round], None]
@@ -140,23 +140,23 @@ class Averaging:
         self.flush(iteration)
         if self.undecided is not None:
             self._layout()  # notes what is averaged from now on, as all ranks of a host do after each step
-            self._told(Round(iteration, Ending.ALONE, reason="an earlier group's decision is not known"))
+            self._report(Round(iteration, Ending.ALONE, reason="an earlier group's decision is not known"))
             return
         copies = self._copies()
         if self.staleness:
             self._flight = Flight(self._rounds, iteration, copies), iteration
             return
         began_ns = time.monotonic_ns()
-        found, start = self._rounds.run(iteration, copies)
-        self._ended(found, start, copies, began_ns, steps_since=0)
+        ended, start = self._rounds.run(iteration, copies)
+        self._conclude(ended, start, copies, began_ns, steps_since=0)
 
     def flush(self, iteration: int) -> None:
         """Take the mean that is in flight, if there is one, and what is known by now about undecided groups."""
         if self._flight is not None:
             (flight, of_iteration), self._flight = self._flight, None
             began_ns = time.monotonic_ns()
-            found, start = flight.land()
-            self._ended(found, start, flight.copies, began_ns, steps_since=iteration - of_iteration)
+            ended, start = flight.land()
+            self._conclude(ended, start, flight.copies, began_ns, steps_since=iteration - of_iteration)
         if self.undecided is not None:
             self._resolve(self.undecided, iteration)
 
@@ -172,36 +172,36 @@ class Averaging:
         layout = self._layout()
         if self._flats is None or not layout.fits(self._flats[0]):
             self._flats = layout.empty(), layout.empty()
-        own, mean = self._flats
-        layout.read(own)
-        return Copies(layout, own, mean)
+        before, mean = self._flats
+        layout.read(before)
+        return Copies(layout, before, mean)
 
-    def _ended(
-        self, found: Round, start: GroupStart | None, copies: Copies, began_ns: int, steps_since: int
+    def _conclude(
+        self, ended: Round, start: GroupStart | None, copies: Copies, began_ns: int, steps_since: int
     ) -> None:
         if start is not None:
             self._heard(start)
-        found = replace(found, staleness=steps_since)
-        if found.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
-            apart, size = copies.layout.distance(copies.own, copies.mean)
-            found = replace(found, distance=apart, relative_distance=apart / size if size else 0.0)
-        if found.ending is Ending.COMMITTED and not steps_since:
+        ended = replace(ended, staleness=steps_since)
+        if ended.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
+            apart, size = copies.layout.distance(copies.before, copies.mean)
+            ended = replace(ended, distance=apart, relative_distance=apart / size if size else 0.0)
+        if ended.ending is Ending.COMMITTED and not steps_since:
             with self._writing():
                 copies.layout.write(copies.mean)  # the same bits on all members
-        elif found.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
-            copies.mean.subtract_(copies.own)
-            if found.ending is Ending.COMMITTED:
+        elif ended.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
+            copies.mean.subtract_(copies.before)
+            if ended.ending is Ending.COMMITTED:
                 layout = self._layout()  # tensors may have moved since
                 with self._writing():
                     (layout if layout.digest == copies.layout.digest else copies.layout).add(copies.mean)
             else:
-                self.undecided = Undecided(found, copies.layout.digest, copies.mean)
+                self.undecided = Undecided(ended, copies.layout.digest, copies.mean)
                 self._flats = None
-        elif found.ending is Ending.ABORTED:
+        elif ended.ending is Ending.ABORTED:
             self._flats = (
                 None  # an all-reduce that ran out of time writes into its copy once its peers come back
             )
-        self._told(replace(found, blocked_ns=time.monotonic_ns() - began_ns))
+        self._report(replace(ended, blocked_ns=time.monotonic_ns() - began_ns))
 
     def _resolve(self, undecided: Undecided, iteration: int) -> None:
         # It has to be asked: nobody tells a worker that joins again what was decided meanwhile.
@@ -228,16 +228,16 @@ class Averaging:
             staleness=iteration - undecided.round.iteration,
             reason="" if apply else reason,
         )  # fmt: skip
-        self._told(ended)
+        self._report(ended)
 
-    def _told(self, ended: Round) -> None:
+    def _report(self, ended: Round) -> None:
         self.committed += ended.ending is Ending.COMMITTED
         self.aborted += ended.ending is Ending.ABORTED
         self._warn_of(ended)
         if ended.ending is Ending.COMMITTED:
             self.last = ended
         self._coordinator.report(ended.metrics())
-        tell(self._rounds.worker, ended)
+        notify(self._rounds.worker, ended)
         if self._observer is not None:
             self._observer(ended)
 

@@ -84,9 +84,9 @@ class Iterations:
 
     def of(self, rank: int, iteration: int) -> Sequence[tuple[str, int]]:
         """The parts of an iteration, in order."""
-        own = self.steps[rank]
+        steps = self.steps[rank]
         factor = self.scenario.factor(rank, iteration) * self.factors.get(rank, 1.0)
-        return [(part, round(time_ns * factor)) for part, time_ns in own[iteration % len(own)]]
+        return [(part, round(time_ns * factor)) for part, time_ns in steps[iteration % len(steps)]]
 
 
 def parts_of(timeline: Timeline) -> tuple[tuple[str, int], ...]:
@@ -133,7 +133,7 @@ class ScheduledGroups(Attendance[GeneratorOptions]):
         self._schedule = schedule
         self._rounds = [-1] * schedule.world_size
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         self._rounds[worker] += 1
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
@@ -143,11 +143,11 @@ class ScheduledGroups(Attendance[GeneratorOptions]):
                 continue
             round_ = self._rounds[worker]
             group = self._schedule.group_of(worker, round_) or (worker,)
-            if all(self._is_ready(each) and self._rounds[each] == round_ for each in group):
+            if all(self._is_ready(member) and self._rounds[member] == round_ for member in group):
                 yield group
 
-    def _known(self) -> dict[str, Any]:
-        return {**super()._known(), "rounds": tuple(self._rounds)}
+    def _snapshot(self) -> dict[str, Any]:
+        return {**super()._snapshot(), "rounds": tuple(self._rounds)}
 
     def _take(self, state: Any) -> None:
         super()._take(state)
@@ -175,8 +175,8 @@ class _Rank:
     cursor: RankCursor | None = None  # lays out what comes next
     stands: Decision | None = None  # where its main thread stands still
     since_ns: int = 0  # since the end of its iteration
-    asked: Decision | None = None  # where it asked for the group that it waits for, or is in
-    asked_ns: int = 0
+    request: Decision | None = None  # where it asked for the group that it waits for, or is in
+    request_ns: int = 0
     has_mean: bool = False  # that it has not handed down
 
 
@@ -253,8 +253,8 @@ class CoSimulation:
             if not scenario.absent_first(rank):
                 self._join(rank, 0, -1)
         played = self._decisions.play(self, scenario.until_ns)
-        for rank, own in enumerate(self._ranks):
-            if own.stands is not None:
+        for rank, state in enumerate(self._ranks):
+            if state.stands is not None:
                 self._stood(rank, scenario.until_ns)
         selections = {collective.selection for collective in self.graph.collectives}
         return Outcome(
@@ -264,8 +264,8 @@ class CoSimulation:
             groups=self.runs,
             standing_ns=self._standing_ns,
             forming_ns=self._forming_ns,
-            distance=self.consensus.distance(self._there),
-            spread=self.consensus.spread(self._there),
+            distance=self.consensus.distance(self._present),
+            spread=self.consensus.spread(self._present),
             mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
             operations=len(played.end_ns),
             mixing_iterations=iterations_to_mix(
@@ -282,18 +282,18 @@ class CoSimulation:
 
     # The decider.
 
-    def decide(self, now_ns: int, asked: Sequence[Decision]) -> None:
+    def decide(self, now_ns: int, decisions: Sequence[Decision]) -> None:
         """Tell the generator what has happened, and begin what it grants."""
-        for each in asked:
-            if each.name == IS_DONE:
-                self._member_is_done(each, now_ns)
-        for each in asked:
-            if each.name == ASKS and self._lives[each.operation] == self._ranks[each.rank].life:
-                self._computed(each, now_ns)
-        for each in asked:
-            if each.name == HAPPENS:
-                happen, rank = self._happens[each.operation]
-                happen(rank, now_ns, each.operation)
+        for decision in decisions:
+            if decision.name == IS_DONE:
+                self._member_is_done(decision, now_ns)
+        for decision in decisions:
+            if decision.name == ASKS and self._lives[decision.operation] == self._ranks[decision.rank].life:
+                self._computed(decision, now_ns)
+        for decision in decisions:
+            if decision.name == HAPPENS:
+                happen, rank = self._happens[decision.operation]
+                happen(rank, now_ns, decision.operation)
         if (wake_ns := self._generator.wake_ns) is not None and wake_ns <= now_ns:
             self._begin(self._generator.wake(now_ns), now_ns)
         self._set_alarm(now_ns)
@@ -310,76 +310,76 @@ class CoSimulation:
     # Ranks.
 
     def _join(self, rank: int, now_ns: int, operation: int) -> None:
-        own = self._ranks[rank]
-        assert not own.is_there, "a rank joins that is there"
-        source = next((each for each, other in enumerate(self._ranks) if other.is_there), None)
+        state = self._ranks[rank]
+        assert not state.is_there, "a rank joins that is there"
+        source = next((peer for peer, peer_state in enumerate(self._ranks) if peer_state.is_there), None)
         if source is not None and now_ns:
             self.consensus.copied(rank, source)
-        self._ranks[rank] = _Rank(own.life + 1, True, own.finished)
-        self._ranks[rank].cursor = RankCursor(rank, own.finished, operation)
+        self._ranks[rank] = _Rank(state.life + 1, True, state.finished)
+        self._ranks[rank].cursor = RankCursor(rank, state.finished, operation)
         grants = self._generator.join(rank, now_ns)
         self._lay_out_iteration(rank)
         self._begin(grants, now_ns)
 
     def _die(self, rank: int, now_ns: int, _operation: int) -> None:
-        own = self._ranks[rank]
-        if not own.is_there:
+        state = self._ranks[rank]
+        if not state.is_there:
             return
-        if own.stands is not None:
+        if state.stands is not None:
             self._stood(rank, now_ns)
         for group in self._groups.values():
-            group.averaged &= group.lives.get(rank) != own.life
-        self._ranks[rank] = _Rank(own.life + 1, False, own.finished)
+            group.averaged &= group.lives.get(rank) != state.life
+        self._ranks[rank] = _Rank(state.life + 1, False, state.finished)
         self._begin(self._generator.leave(rank, now_ns), now_ns)
 
     def _lay_out_iteration(self, rank: int) -> None:
-        own = self._ranks[rank]
-        assert own.cursor is not None
-        for part, time_ns in self._iterations.of(rank, own.finished):
-            self.graph.compute(own.cursor, part, time_ns)
-        decision = self._decisions.ask(own.cursor, ASKS)
-        self._lives[decision.operation] = own.life
-        own.cursor.step += 1
+        state = self._ranks[rank]
+        assert state.cursor is not None
+        for part, time_ns in self._iterations.of(rank, state.finished):
+            self.graph.compute(state.cursor, part, time_ns)
+        decision = self._decisions.ask(state.cursor, ASKS)
+        self._lives[decision.operation] = state.life
+        state.cursor.step += 1
 
     def _computed(self, decision: Decision, now_ns: int) -> None:
         """A rank has computed an iteration."""
-        rank, own = decision.rank, self._ranks[decision.rank]
+        rank, state = decision.rank, self._ranks[decision.rank]
         self.finished_ns[rank].append(now_ns)
         self.consensus.iterated(rank)
-        own.finished += 1
-        own.stands, own.since_ns = decision, now_ns
-        if own.asked is None:
+        state.finished += 1
+        state.stands, state.since_ns = decision, now_ns
+        if state.request is None:
             self._handed_down(rank, now_ns, self._ask)
 
     def _handed_down(self, rank: int, now_ns: int, then: Callable[[int, int], None]) -> None:
         """Have a host that has taken a mean hand it down before ``then``."""
-        own = self._ranks[rank]
-        taken_ns = self._hand_down_ns[rank] if own.has_mean else 0
-        own.has_mean = False
+        state = self._ranks[rank]
+        taken_ns = self._hand_down_ns[rank] if state.has_mean else 0
+        state.has_mean = False
         if not taken_ns:
             then(rank, now_ns)
             return
 
         def happen(rank: int, now_ns: int, _operation: int) -> None:
-            if self._ranks[rank].life == own.life:
+            if self._ranks[rank].life == state.life:
                 then(rank, now_ns)
 
         self._at(taken_ns, happen, rank)
 
     def _ask(self, rank: int, now_ns: int) -> None:
-        own = self._ranks[rank]
-        own.asked, own.asked_ns = own.stands, now_ns
+        state = self._ranks[rank]
+        state.request, state.request_ns = state.stands, now_ns
         if self._staleness:
             self._go_on(rank, now_ns)
         self._begin(self._generator.ask(rank, now_ns), now_ns)
 
     def _go_on(self, rank: int, now_ns: int) -> None:
         """Have a rank compute its next iteration."""
-        own = self._ranks[rank]
-        assert own.stands is not None
+        state = self._ranks[rank]
+        assert state.stands is not None
         self._stood(rank, now_ns)
-        self._decisions.answer(own.stands)
-        own.stands = None
+        self._decisions.answer(state.stands)
+        state.stands = None
         self._lay_out_iteration(rank)
 
     def _stood(self, rank: int, now_ns: int) -> None:
@@ -388,9 +388,9 @@ class CoSimulation:
 
     def _released(self, rank: int, now_ns: int) -> None:
         """The group of a rank is over: it goes on, or asks for the next if it has been waiting to."""
-        own = self._ranks[rank]
-        own.asked = None
-        if own.stands is None:
+        state = self._ranks[rank]
+        state.request = None
+        if state.stands is None:
             return
         self._handed_down(rank, now_ns, self._ask if self._staleness else self._go_on)
 
@@ -399,7 +399,7 @@ class CoSimulation:
     def _begin(self, grants: Iterable[Grant], now_ns: int) -> None:
         for grant in grants:
             for rank in grant.members:
-                begun_ns = max(self._scenario.from_ns, self._ranks[rank].asked_ns)
+                begun_ns = max(self._scenario.from_ns, self._ranks[rank].request_ns)
                 self._forming_ns[rank] += max(0, now_ns - begun_ns)
             if len(grant.members) == 1:
                 self._released(grant.members[0], now_ns)
@@ -407,7 +407,7 @@ class CoSimulation:
             members = [self._ranks[rank] for rank in grant.members]
             self._groups[grant.number] = _Group(
                 grant.members,
-                tuple(own.finished for own in members),
+                tuple(state.finished for state in members),
                 now_ns,
                 {rank: member.life for rank, member in zip(grant.members, members, strict=True)},
             )
@@ -416,14 +416,14 @@ class CoSimulation:
 
     def _average(self, rank: int, grant: Grant) -> None:
         """Lay out a member's part of a group: on its main thread, or apart from it."""
-        own = self._ranks[rank]
-        assert own.asked is not None
-        assert own.cursor is not None
+        state = self._ranks[rank]
+        assert state.request is not None
+        assert state.cursor is not None
         if self._staleness:
-            cursor = RankCursor(rank, own.asked.step, own.asked.operation)
+            cursor = RankCursor(rank, state.request.step, state.request.operation)
         else:
-            self._decisions.answer(own.asked)
-            cursor = own.cursor
+            self._decisions.answer(state.request)
+            cursor = state.cursor
         self._delay(cursor, 2 * self._message_ns)  # to ask, and to be granted
         number = self.graph.launch(
             cursor, ALL_REDUCE, grant.number, self._size_bytes, bucket=-1, members=grant.members,
@@ -434,7 +434,7 @@ class CoSimulation:
         decision = self._decisions.ask(cursor, IS_DONE)
         self._group_of[decision.operation] = grant.number
         if not self._staleness:
-            own.stands = decision
+            state.stands = decision
 
     def _delay(self, cursor: RankCursor, time_ns: int) -> None:
         """A while in which nothing of this rank happens, after all that the cursor waits for."""
@@ -457,7 +457,7 @@ class CoSimulation:
             GroupRun(number, group.members, group.iterations, group.begin_ns, now_ns, group.averaged)
         )
         if now_ns > self._scenario.from_ns and len(self.runs) % max(1, len(self._ranks) // 8) == 0:
-            self._spreads.append(self.consensus.spread(self._there))
+            self._spreads.append(self.consensus.spread(self._present))
         self._begin(self._generator.ended(number, now_ns), now_ns)
         for rank in group.members:
             if self._staleness:
@@ -467,5 +467,5 @@ class CoSimulation:
                 self._released(rank, now_ns)
 
     @property
-    def _there(self) -> list[int]:
-        return [rank for rank, own in enumerate(self._ranks) if own.is_there]
+    def _present(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._ranks) if state.is_there]

@@ -36,36 +36,36 @@ MAX_KNOWN = 65536
 MAX_TOLD = 128
 
 
-class Known:
+class PeerDirectory:
     """Every other worker as it was last heard of: there at the joining, met in groups, or because it said hello."""
 
-    def __init__(self, own: Member, server: PeerServer) -> None:
-        self.own = own
+    def __init__(self, member: Member, server: PeerServer) -> None:
+        self.member = member
         """This worker, as it tells others of itself."""
         self._members: dict[int, Member] = {}
         server.handle("hello", self._hello)
 
     @property
-    def others(self) -> list[Member]:
+    def peers(self) -> list[Member]:
         """By their numbers."""
         return [member for _, member in sorted(dict(self._members).items())]
 
     def add(self, members: Iterable[Member], *, at_first_hand: bool = False) -> None:
         """Remember where ``members`` are: they have said so themselves, or nothing of a later incarnation is known."""
         for member in members:
-            if member.worker == self.own.worker or len(self._members) >= MAX_KNOWN:
+            if member.worker == self.member.worker or len(self._members) >= MAX_KNOWN:
                 continue
-            known = self._members.get(member.worker)
-            if known is None or at_first_hand or member.incarnation >= known.incarnation:
+            held = self._members.get(member.worker)
+            if held is None or at_first_hand or member.incarnation >= held.incarnation:
                 self._members[member.worker] = member
 
-    def told(self) -> list[dict[str, Any]]:
+    def listing(self) -> list[dict[str, Any]]:
         """Workers that this one has heard of, and another one perhaps not, as JSON."""
-        return [as_json(member) for member in self.others[:MAX_TOLD]]
+        return [as_json(member) for member in self.peers[:MAX_TOLD]]
 
-    def hear(self, told: Any) -> None:
+    def merge(self, entries: Any) -> None:
         """Remember workers that another one has told of and this one does not know. Raises FrameError."""
-        members = [member_from(each) for each in told[:MAX_TOLD]] if isinstance(told, list) else []
+        members = [member_from(entry) for entry in entries[:MAX_TOLD]] if isinstance(entries, list) else []
         self.add(member for member in members if member.worker not in self._members)
 
     def say_hello(self, peers: Peers) -> None:
@@ -74,17 +74,17 @@ class Known:
         A coordinator that was away for a lease knows only who has come back to it, and so tells less than peers do.
         """
         greeted: set[Member] = set()
-        while waiting := [each for each in self.others if each not in greeted]:
+        while waiting := [peer for peer in self.peers if peer not in greeted]:
             for member in waiting:
                 greeted.add(member)
                 with suppress(OSError):
-                    request = {"kind": "hello", "member": as_json(self.own)}
+                    request = {"kind": "hello", "member": as_json(self.member)}
                     answer, _ = peers.ask(member, request, b"", time.monotonic() + HELLO_S)
-                    self.hear(answer.get("known"))
+                    self.merge(answer.get("known"))
 
     def _hello(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         self.add([member_from(header["member"])], at_first_hand=True)
-        frames.send(connection, {"known": self.told()}, b"", deadline)
+        frames.send(connection, {"known": self.listing()}, b"", deadline)
 
 
 def as_json(member: Member) -> dict[str, Any]:
@@ -94,10 +94,10 @@ def as_json(member: Member) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def member_from(found: Any) -> Member:
+def member_from(document: Any) -> Member:
     """The member of such an object. Raises FrameError where it is none."""
-    if isinstance(found, Mapping):
-        match dict(found):
+    if isinstance(document, Mapping):
+        match dict(document):
             case {"worker": int(w), "incarnation": int(i), "address": str(a), "host": str(h)}:
                 if 0 <= w < 2**31 and len(a) < 300 and len(h) < 300:
                     return Member(w, i, a, h)
@@ -133,8 +133,8 @@ class Final:
 class Finals:
     """One worker's, and its way to those of others. ``changed`` is notified whenever something is new."""
 
-    def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known, self._peers = own.worker, known, peers
+    def __init__(self, member: Member, directory: PeerDirectory, server: PeerServer, peers: Peers) -> None:
+        self._own, self._directory, self._peers = member.worker, directory, peers
         self.heard: set[Worker] = set()
         """Workers that have asked for something since ``ask`` asked them for what is agreed: they are there."""
         self.changed = threading.Condition()
@@ -186,7 +186,7 @@ class Finals:
         with self._peers.connect(member, reached_by) as connection:
             now = time.monotonic()
             request: Mapping[str, Any] = {
-                "kind": kind, "member": as_json(self._known.own), "known": self._known.told(),
+                "kind": kind, "member": as_json(self._directory.member), "known": self._directory.listing(),
                 "wait_s": max(0.0, deadline - now),
                 "concede_s": None if concede_by is None else max(0.0, concede_by - now),
             }  # fmt: skip
@@ -194,25 +194,25 @@ class Finals:
             header, _ = frames.receive(connection, Limits(), deadline)
             if "failed" in header:
                 raise ConnectionError(str(header["failed"])[:200])
-            self._known.hear(header.get("known"))
+            self._directory.merge(header.get("known"))
             if header.get("conceded"):
                 raise ConcededError("it has not finished, or finished too late")
-            sizes = [[str(whole.dtype), whole.numel()] for whole in like.flat.wholes]
+            sizes = [[str(tensor.dtype), tensor.numel()] for tensor in like.flat.wholes]
             if header.get("digest") != like.digest or header.get("sizes") != sizes:
                 raise LayoutError("workers do not average the same tensors", got=f"worker {member.worker}")
             wholes = [
                 torch.frombuffer(
-                    receive_exactly(connection, whole.numel() * whole.element_size(), deadline), dtype=whole.dtype
+                    receive_exactly(connection, tensor.numel() * tensor.element_size(), deadline), dtype=tensor.dtype
                 )
-                for whole in like.flat.wholes
+                for tensor in like.flat.wholes
             ]  # fmt: skip
             workers = _workers(header.get("workers"))
             return Final(Flat(wholes), like.digest, workers, agreed=bool(header.get("agreed")))
 
     def _give(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         wants_agreed, asker = header["kind"] == "agreed", member_from(header.get("member"))
-        self._known.add([asker], at_first_hand=True)  # before it may be answered: see ``agree``
-        self._known.hear(header.get("known"))
+        self._directory.add([asker], at_first_hand=True)  # before it may be answered: see ``agree``
+        self._directory.merge(header.get("known"))
         with self.changed:
             self.heard.add(asker.worker)
             self._waiting += wants_agreed
@@ -231,11 +231,11 @@ class Finals:
     def _awaited(self, wants_agreed: bool, concede_s: Any, deadline: float) -> Final | None:
         """What is asked for, once it is there; None where this worker has conceded or the time is over."""
 
-        def found() -> Final | None:
+        def available() -> Final | None:
             return self._agreed or (None if wants_agreed else self._final)
 
         def answered() -> bool:
-            return found() is not None or self.conceded
+            return available() is not None or self.conceded
 
         with self.changed:
             if isinstance(concede_s, (int, float)):
@@ -244,27 +244,29 @@ class Finals:
                     self.conceded = True
                     self.changed.notify_all()
             self.changed.wait_for(answered, max(0.0, deadline - time.monotonic()))
-            return found()
+            return available()
 
     def _answer(self, connection: socket.socket, final: Final | None, deadline: float) -> None:
         if final is None:
             if not self.conceded:
                 raise TimeoutError("it has not finished")
-            frames.send(connection, {"conceded": True, "known": self._known.told()}, b"", deadline + 1.0)
+            frames.send(
+                connection, {"conceded": True, "known": self._directory.listing()}, b"", deadline + 1.0
+            )
             return
         answer = {
             "digest": final.digest, "workers": list(final.workers), "agreed": final.agreed,
-            "known": self._known.told(),
-            "sizes": [[str(whole.dtype), whole.numel()] for whole in final.flat.wholes],
+            "known": self._directory.listing(),
+            "sizes": [[str(tensor.dtype), tensor.numel()] for tensor in final.flat.wholes],
         }  # fmt: skip
         frames.send(connection, answer, b"", deadline + 1.0)
-        for whole in final.flat.wholes:
-            frames.send_raw(connection, whole.view(torch.uint8).numpy().data, deadline + 60.0)
+        for tensor in final.flat.wholes:
+            frames.send_raw(connection, tensor.view(torch.uint8).numpy().data, deadline + 60.0)
 
 
-def _workers(found: Any) -> tuple[Worker, ...]:
-    given: Sequence[Any] = found if isinstance(found, list) else []
-    return tuple(worker for worker in given if isinstance(worker, int))
+def _workers(entries: Any) -> tuple[Worker, ...]:
+    workers: Sequence[Any] = entries if isinstance(entries, list) else []
+    return tuple(worker for worker in workers if isinstance(worker, int))
 
 
 COLLECTING = 0.5
@@ -283,8 +285,8 @@ class Finished:
 class _Collection:
     """What a collector has been given until now, and by whom not."""
 
-    found: dict[Worker, Final]
-    asked: set[Member] = field(default_factory=set)
+    finals: dict[Worker, Final]
+    contacted: set[Member] = field(default_factory=set)
     conceded: set[Worker] = field(default_factory=set)
     pending: int = 0
     failure: LayoutError | None = None
@@ -293,9 +295,9 @@ class _Collection:
 class Finishing:
     """One worker's side of the end."""
 
-    def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known = own.worker, known
-        self._finals = Finals(own, known, server, peers)
+    def __init__(self, member: Member, directory: PeerDirectory, server: PeerServer, peers: Peers) -> None:
+        self._own, self._directory = member.worker, directory
+        self._finals = Finals(member, directory, server, peers)
 
     def finish(
         self, flat: Flat, digest: str, source: Worker | None, timeout_s: float
@@ -306,62 +308,62 @@ class Finishing:
         """
         deadline = time.monotonic() + timeout_s
         collected_by = time.monotonic() + COLLECTING * timeout_s
-        own = Final(flat, digest, (self._own,))
-        self._finals.end_with(own)
-        asked: set[Member] = set()
+        final = Final(flat, digest, (self._own,))
+        self._finals.end_with(final)
+        contacted: set[Member] = set()
         failures = []
         while True:
-            if (member := self._giver(source, asked)) is not None:
-                asked.add(member)
+            if (member := self._giver(source, contacted)) is not None:
+                contacted.add(member)
                 self._finals.heard.discard(member.worker)
                 concede_by = None if self._finals.conceded or source is not None else collected_by
                 try:
-                    found = self._finals.ask(member, "agreed", own, deadline, concede_by=concede_by)
+                    answer = self._finals.ask(member, "agreed", final, deadline, concede_by=concede_by)
                 except OSError as error:
                     failures.append(
                         f"worker {member.worker}: {one_line(str(error), 100) or type(error).__name__}"
                     )
                     continue
-                return self._taken(found, member.worker, deadline)
+                return self._pass_on(answer, member.worker, deadline)
             if source == self._own:
-                self._finals.agree(replace(own, agreed=True))
-                return self._given(own, {each.worker for each in self._known.others}, deadline)
+                self._finals.agree(replace(final, agreed=True))
+                return self._serve(final, {peer.worker for peer in self._directory.peers}, deadline)
             if time.monotonic() >= deadline or source is not None or self._finals.conceded:
-                raise self._not_given(source, timeout_s, failures)
-            collection = self._collected(own, collected_by, COLLECTING / 2 * timeout_s, asked)
+                raise self._failure(source, timeout_s, failures)
+            collection = self._collected(final, collected_by, COLLECTING / 2 * timeout_s, contacted)
             if collection is None:
                 continue
-            for worker, found in collection.found.items():
-                if found.agreed:
-                    return self._taken(found, worker, deadline)
-            mean = _mean(collection.found, digest)
-            if self._finals.agree(mean, unless=lambda: self._giver(None, asked) is not None):
-                return self._given(mean, {*mean.workers, *collection.conceded}, deadline)
+            for worker, answer in collection.finals.items():
+                if answer.agreed:
+                    return self._pass_on(answer, worker, deadline)
+            mean = _mean(collection.finals, digest)
+            if self._finals.agree(mean, unless=lambda: self._giver(None, contacted) is not None):
+                return self._serve(mean, {*mean.workers, *collection.conceded}, deadline)
 
-    def _giver(self, source: Worker | None, asked: Collection[Member]) -> Member | None:
+    def _giver(self, source: Worker | None, contacted: Collection[Member]) -> Member | None:
         """Who is to be asked next for the final model; None where it is this worker that gives it, or nobody does.
 
         Who did not answer and asks for something now is there after all: it may collect, or give, a model of its own.
         """
-        for member in self._known.others:
+        for member in self._directory.peers:
             first = self._finals.conceded or member.worker < self._own
-            waits = member not in asked or member.worker in self._finals.heard
+            waits = member not in contacted or member.worker in self._finals.heard
             if (first if source is None else member.worker == source) and waits:
                 return member
         return None
 
-    def _taken(self, agreed: Final, giver: Worker, deadline: float) -> tuple[Flat, Finished]:
+    def _pass_on(self, agreed: Final, giver: Worker, deadline: float) -> tuple[Flat, Finished]:
         """Hand on what others agreed on to those who ask this worker for it: they may not know whom else to ask."""
         self._finals.agree(agreed)
         self._finals.wait_for_askers(deadline)
         return agreed.flat, Finished(agreed.workers, giver)
 
-    def _given(self, final: Final, awaited: Collection[Worker], deadline: float) -> tuple[Flat, Finished]:
+    def _serve(self, final: Final, awaited: Collection[Worker], deadline: float) -> tuple[Flat, Finished]:
         """Give ``final`` to those that wait for it, and to those that are late as long as there is time."""
         self._finals.wait_for_served(awaited, deadline)
         return final.flat, Finished(final.workers, self._own)
 
-    def _not_given(
+    def _failure(
         self, source: Worker | None, timeout_s: float, failures: Sequence[str]
     ) -> CommunicationError:
         late = (
@@ -375,24 +377,24 @@ class Finishing:
         )
 
     def _collected(
-        self, own: Final, until: float, transfer_s: float, earlier: Collection[Member]
+        self, final: Final, until: float, transfer_s: float, earlier: Collection[Member]
     ) -> _Collection | None:
         """What all end with that finish before ``until``; what is there may take ``transfer_s`` to arrive.
 
         All are asked at the same time. None where it is found out meanwhile that a worker besides ``earlier`` goes
         first. Raises LayoutError.
         """
-        collection = _Collection({self._own: own})
+        collection = _Collection({self._own: final})
         arrived_by = max(until, time.monotonic() + transfer_s)
 
         def goes_first() -> bool:
             return self._giver(None, earlier) is not None
 
         def unasked() -> list[Member]:
-            return [each for each in self._known.others if each not in collection.asked]
+            return [peer for peer in self._directory.peers if peer not in collection.contacted]
 
         def ask(member: Member) -> None:
-            self._collect(collection, member, own, until, arrived_by)
+            self._collect(collection, member, final, until, arrived_by)
 
         while True:
             with self._finals.changed:
@@ -402,7 +404,7 @@ class Finishing:
                 if not (waiting := unasked()):
                     break
                 collection.pending += len(waiting)
-            collection.asked.update(waiting)
+            collection.contacted.update(waiting)
             for member in waiting:
                 threading.Thread(target=ask, args=(member,), name="headway-collect", daemon=True).start()
         if collection.failure is not None:
@@ -410,12 +412,12 @@ class Finishing:
         return collection
 
     def _collect(
-        self, collection: _Collection, member: Member, own: Final, until: float, arrived_by: float
+        self, collection: _Collection, member: Member, final: Final, until: float, arrived_by: float
     ) -> None:
         """Add what one worker ends with, on a thread of its own."""
         try:
-            found = self._finals.ask(member, "final", own, arrived_by + 1.0, concede_by=until)
-            collection.found[member.worker] = found
+            answer = self._finals.ask(member, "final", final, arrived_by + 1.0, concede_by=until)
+            collection.finals[member.worker] = answer
         except ConcededError:
             collection.conceded.add(member.worker)
         except LayoutError as error:
@@ -428,9 +430,9 @@ class Finishing:
                 self._finals.changed.notify_all()
 
 
-def _mean(found: Mapping[Worker, Final], digest: str) -> Final:
-    workers = tuple(sorted(found))
-    flats = [found[worker].flat for worker in workers]
-    mean = Flat([torch.empty_like(whole) for whole in flats[0].wholes])
+def _mean(finals: Mapping[Worker, Final], digest: str) -> Final:
+    workers = tuple(sorted(finals))
+    flats = [finals[worker].flat for worker in workers]
+    mean = Flat([torch.empty_like(tensor) for tensor in flats[0].wholes])
     mean_of(flats, mean)
     return Final(mean, digest, workers, agreed=True)

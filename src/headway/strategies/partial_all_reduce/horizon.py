@@ -62,20 +62,20 @@ def steps_of_hosts(
             "the plan's hosts are not those of the cluster", got=", ".join(str(len(worker)) for worker in workers),
             expected=f"{', '.join(str(host.workers) for host in cluster.hosts)} ranks",
         )  # fmt: skip
-    found: list[HostSteps] = []
-    known: dict[tuple[object, ...], HostSteps] = {}  # hosts that are alike
+    host_steps: list[HostSteps] = []
+    cache: dict[tuple[object, ...], HostSteps] = {}  # hosts that are alike
     for host, ranks in zip(cluster.hosts, workers, strict=True):
         alone = _of(cluster, [host], alone=True)
         factors = tuple(job.steps.factor_of(rank) for rank in ranks)
         chance = tuple(ranks) if job.incidents.slow_share else ()
         key = (len(ranks), factors, chance, *(id(timelines[rank]) for rank in ranks))
-        if key not in known:
+        if key not in cache:
             steps = [
                 _scaled(timelines[rank], job.steps.factor_of(rank), rank, job.incidents) for rank in ranks
             ]
-            known[key] = HostSteps(_steps_ns(job, alone, steps), hand_down_ns(alone, size_bytes))
-        found.append(known[key])
-    return found
+            cache[key] = HostSteps(_steps_ns(job, alone, steps), hand_down_ns(alone, size_bytes))
+        host_steps.append(cache[key])
+    return host_steps
 
 
 def hand_down_ns(host: Cluster, size_bytes: int) -> int:
@@ -118,12 +118,12 @@ def _of(cluster: Cluster, hosts: Sequence[Host], *, alone: bool) -> Cluster:
 
 def _steps_ns(job: Job, host: Cluster, steps: Sequence[Sequence[Timeline]]) -> tuple[int, ...]:
     """The lengths of steps of the ranks of ``host`` under DDP, in the mean over ranks, after one of warm-up."""
-    own = replace(
+    host_job = replace(
         job, cluster=host, world_size=host.world_size, mesh={}, incidents=Incidents(),
-        computation=Computation({rank: tuple(each) for rank, each in enumerate(steps)}),
+        computation=Computation({rank: tuple(rank_steps) for rank, rank_steps in enumerate(steps)}),
     )  # fmt: skip
-    graph = GraphBuilder(host, ddp_of(job).decide(own))
-    lay_out_ranks(graph, Reactions(graph, own), [[each[0], *each] for each in steps])
+    graph = GraphBuilder(host, ddp_of(job).decide(host_job))
+    lay_out_ranks(graph, Reactions(graph, host_job), [[rank_steps[0], *rank_steps] for rank_steps in steps])
     played = play_disturbed(graph, graph.close(), host.compute_slowdown)
     ends_ns = [played.end_ns[graph.boundaries[step]] for step in graph.common_steps]
     return tuple(max(1, round(float((end_ns - begin_ns).mean()))) for begin_ns, end_ns in pairwise(ends_ns))
@@ -132,9 +132,11 @@ def _steps_ns(job: Job, host: Cluster, steps: Sequence[Sequence[Timeline]]) -> t
 def _scaled(timelines: Sequence[Timeline], factor: float, rank: int, incidents: Incidents) -> list[Timeline]:
     """The steps of a rank as they are simulated: without collectives of the script, some slow by chance."""
     count = max(len(timelines), CHANCE_STEPS) if incidents.slow_share else len(timelines)
-    own = [timelines[step % len(timelines)] for step in range(count)]
+    recorded = [timelines[step % len(timelines)] for step in range(count)]
     slow = [slowed(incidents.slow_share, incidents.slow_factor, 0, rank, step) for step in range(count)]
-    return [_without_blocking(each).scaled(factor * by) for each, by in zip(own, slow, strict=True)]
+    return [
+        _without_blocking(timeline).scaled(factor * by) for timeline, by in zip(recorded, slow, strict=True)
+    ]
 
 
 def _without_blocking(timeline: Timeline) -> Timeline:
@@ -176,11 +178,16 @@ def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy, window: Window 
     """
     timelines = job.steps.timelines
     names = sorted(timelines)
-    own = [timelines.get(rank) or timelines[names[rank % len(names)]] for rank in range(job.world_size)]
+    rank_timelines = [
+        timelines.get(rank) or timelines[names[rank % len(names)]] for rank in range(job.world_size)
+    ]
     if strategy.within_hosts and job.world_size > 1:
-        return _of_hosts(job, strategy, own, window)
-    parts = {id(each): [parts_of(timeline) for timeline in each] for each in own}
-    steps = [parts[id(each)] for each in own]
+        return _of_hosts(job, strategy, rank_timelines, window)
+    parts = {
+        id(steps_of_rank): [parts_of(timeline) for timeline in steps_of_rank]
+        for steps_of_rank in rank_timelines
+    }
+    steps = [parts[id(steps_of_rank)] for steps_of_rank in rank_timelines]
     factors = {rank: job.steps.factor_of(rank) for rank in range(job.world_size)}
     return _played(job, strategy, job.on, steps, factors, job.incidents, window=window)
 
@@ -202,7 +209,7 @@ def _of_hosts(
     steps = [[((Part.REST, step_ns),) for step_ns in of_host.steps_ns] for of_host in of_hosts]
     outcome = _played(
         job, strategy, cluster_of_hosts(job.on), steps, {}, _of_workers(job.incidents, workers),
-        [each.hand_down_ns for each in of_hosts], window,
+        [steps_of_host.hand_down_ns for steps_of_host in of_hosts], window,
     )  # fmt: skip
     in_host_ns = [
         iterations
@@ -266,7 +273,7 @@ def _played(
     until_ns = max(until_ns, incidents.last_ns + until_ns // 5)  # so that what follows from the last is seen
     if window is not None:
         until_ns = window.until_ns
-    expected = sum(until_ns / max(1.0, each) for each in lengths_ns)
+    expected = sum(until_ns / max(1.0, length_ns) for length_ns in lengths_ns)
     if expected > MOST_RANK_ITERATIONS:
         raise UserError(
             "the simulation would be too large", got=f"about {expected:.1e} iterations of ranks",

@@ -26,7 +26,12 @@ from headway.strategies.partial_all_reduce import scheduled_coordinator
 from headway.strategies.partial_all_reduce.averaging import Observer
 from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
 from headway.strategies.partial_all_reduce.finishing import Finished
-from headway.strategies.partial_all_reduce.host_ranks import FirstOfHost, HandingDown, OtherOfHost, check_same
+from headway.strategies.partial_all_reduce.host_ranks import (
+    HostBroadcast,
+    HostFollower,
+    HostLeader,
+    check_same,
+)
 from headway.strategies.partial_all_reduce.meeting import Meeting, choice_of
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Round
@@ -63,20 +68,20 @@ class HostDataParallel(DistributedDataParallel):
         optimizer: Optimizer | None = None,
         observer: Observer | None = None,
         join_timeout_s: float = JOIN_LIMIT_S,
-        **given: Any,
+        **ddp_options: Any,
     ) -> None:
         check_bare(module)
         check_module(module)  # before ranks wait for each other
-        check_options(module, given)
+        check_options(module, ddp_options)
         existing_group(None)
         meeting = Meeting(join_timeout_s)
         hosts = _hosts(meeting, module, strategy)
-        options = {name: value for name, value in given.items() if name not in OWN}
-        worker: FirstOfHost | OtherOfHost | None = None
+        options = {name: value for name, value in ddp_options.items() if name not in OWN}
+        worker: HostLeader | HostFollower | None = None
         group = _group_of_host(hosts)
         if len(hosts.ranks) > 1:
             device = next(parameter.device for parameter in module.parameters() if parameter.requires_grad)
-            down = HandingDown(group, device)
+            down = HostBroadcast(group, device)
             worker = _worker(
                 meeting, module, optimizer, strategy, hosts, down, observer=observer, join_timeout_s=join_timeout_s
             )  # fmt: skip
@@ -107,10 +112,10 @@ class HostDataParallel(DistributedDataParallel):
                 coordinated.is_trained(self)
 
     @property
-    def worker(self) -> FirstOfHost | OtherOfHost | None:
+    def worker(self) -> HostLeader | HostFollower | None:
         """This rank's side of averaging; None where there is one host."""
-        found: FirstOfHost | OtherOfHost | None = self.__dict__.get("_worker")
-        return found
+        worker: HostLeader | HostFollower | None = self.__dict__.get("_worker")
+        return worker
 
     @property
     def iteration(self) -> int:
@@ -125,7 +130,7 @@ class HostDataParallel(DistributedDataParallel):
     @property
     def last_round(self) -> Round | None:
         """On the first rank of a host: the last round that ended with a group's mean."""
-        return self.worker.last_round if isinstance(self.worker, FirstOfHost) else None
+        return self.worker.last_round if isinstance(self.worker, HostLeader) else None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, as DistributedDataParallel does."""
@@ -213,27 +218,27 @@ def _group_of_host(hosts: Hosts) -> dist.ProcessGroup:
     world = existing_group(None)
     timeout = torch_private.group_timeout(world)
     groups = [dist.new_group(list(ranks), timeout, group_desc="headway host") for ranks in hosts.ranks]
-    own = groups[hosts.number_of(dist.get_rank())]
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    group = groups[hosts.number_of(dist.get_rank())]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _worker(
     meeting: Meeting, module: nn.Module, optimizer: Optimizer | None, strategy: PartialAllReduceStrategy,
-    hosts: Hosts, down: HandingDown, **options: Any,
-) -> FirstOfHost | OtherOfHost:  # fmt: skip
+    hosts: Hosts, down: HostBroadcast, **options: Any,
+) -> HostLeader | HostFollower:  # fmt: skip
     """This rank's side of averaging. The others of a host return when its first rank has joined."""
     number = hosts.number_of(dist.get_rank())
     if not strategy.is_static:
         coordinated.refuse_second()
         choice = choice_of(strategy)
-        found = meeting.coordination(choice)
+        coordination = meeting.coordination(choice)
     if not down.is_first:
         if strategy.is_static:
             scheduled_coordinator.run_name()  # counted on all ranks alike
-        other = OtherOfHost(module, optimizer, down=down, moments=strategy.moments)
-        other.joined()
-        return other
+        follower = HostFollower(module, optimizer, down=down, moments=strategy.moments)
+        follower.joined()
+        return follower
     options = {
         **options, "down": down, "hosts": len(hosts.ranks), "worker": number, "staleness": strategy.staleness,
         "moments": strategy.moments, "time_limit_s": strategy.group_limit_s,
@@ -241,8 +246,14 @@ def _worker(
 
     def construct(client: CoordinatorClient) -> PartialAllReduce:
         initial = "peer" if number else "own"  # as of PartialDataParallel
-        return FirstOfHost(
-            module, client, optimizer, host=found.host, secret=found.peers_secret, initial=initial, **options
+        return HostLeader(
+            module,
+            client,
+            optimizer,
+            host=coordination.host,
+            secret=coordination.peers_secret,
+            initial=initial,
+            **options,
         )
 
     first: PartialAllReduce
@@ -251,9 +262,9 @@ def _worker(
             named = strategy.model_copy(update={"hosts": tuple(map(len, hosts.ranks))})
             schedule = named.decide(Job.of(model_spec(module), dist.get_world_size()))
             assert isinstance(schedule, GroupSchedule)
-            first = FirstOfHost(module, schedule, optimizer, **options)
+            first = HostLeader(module, schedule, optimizer, **options)
         else:
-            first = coordinated.join(meeting, choice, found, construct)
-        assert isinstance(first, FirstOfHost)
+            first = coordinated.join(meeting, choice, coordination, construct)
+        assert isinstance(first, HostLeader)
         first.tell_joined()
     return first

@@ -154,14 +154,14 @@ def state_of(
     )
 
 
-def with_moments_of(state: WorkerState, other: WorkerState) -> WorkerState:
-    """``state`` of a worker that has the optimizer's state of ``other`` yet to hand to its optimizer."""
-    moments = {name: tensor for name, tensor in other.tensors.items() if name.startswith("moment/")}
+def with_moments_of(state: WorkerState, source: WorkerState) -> WorkerState:
+    """``state`` of a worker that has the optimizer's state of ``source`` yet to hand to its optimizer."""
+    moments = {name: tensor for name, tensor in source.tensors.items() if name.startswith("moment/")}
     return replace(
         state,
-        optimizer=other.optimizer,
+        optimizer=source.optimizer,
         tensors={**state.tensors, **moments},
-        scalars={**state.scalars, **other.scalars},
+        scalars={**state.scalars, **source.scalars},
     )
 
 
@@ -190,15 +190,15 @@ def take_over_moments(state: WorkerState, module: nn.Module, optimizer: Optimize
         if full.startswith("moment/"):
             name, _, key = full.removeprefix("moment/").rpartition("/")
             values.setdefault(name, {})[key] = value
-    known = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [index for group in known["param_groups"] for index in group["params"]]
-    known["state"] = {
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state_dict["state"] = {
         index: values[name_of[id(parameter)]]
         for index, parameter in zip(indices, order, strict=True)
         if name_of.get(id(parameter)) in values
     }
-    optimizer.load_state_dict(known)
+    optimizer.load_state_dict(state_dict)
 
 
 # Giving ------------------------------------------------------------------------------------------------
@@ -224,25 +224,25 @@ def give(snapshots: Snapshots[WorkerState], connection: socket.socket, deadline:
 
 
 def fetch(
-    peers: Peers, others: Sequence[Member], own: Member, module: nn.Module, timeout_s: float
+    peers: Peers, candidates: Sequence[Member], member_here: Member, module: nn.Module, timeout_s: float
 ) -> WorkerState:
-    """The state of the first of ``others`` that gives it, checked against ``module``.
+    """The state of the first of ``candidates`` that gives it, checked against ``module``.
 
     Each is asked in turn, again and again. Raises UserError where a peer's model is another one, CommunicationError
     where none gives its state within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    each_s = timeout_s / max(2, len(others))
+    each_s = timeout_s / max(2, len(candidates))
     failures: dict[int, str] = {}
     while True:
-        for member in others:
+        for member in candidates:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                said = "; ".join(
+                reasons = "; ".join(
                     f"worker {worker}: {failure}" for worker, failure in sorted(failures.items())
                 )
                 raise CommunicationError(
-                    f"worker {own.worker}: no peer gave its state within {timeout_s:g} s ({one_line(said)}). "
+                    f"worker {member_here.worker}: no peer gave its state within {timeout_s:g} s ({one_line(reasons)}). "
                     "Check that the others can be reached at their addresses, and start this worker again."
                 )
             try:
@@ -282,25 +282,25 @@ def _checked(header: Header, module: nn.Module, member: Member) -> list[tuple[st
         or not isinstance(header.get("optimizer"), str) or not _are_names(header.get("averaged"))
     ):  # fmt: skip
         raise FrameError("a state without its parts")
-    tensors = [_described(each) for each in listed]
+    tensors = [_described(entry) for entry in listed]
     sent = {name: (dtype, shape) for name, dtype, shape in tensors if not name.startswith("moment/")}
-    own = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in _model_tensors(module).items()}
+    expected = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in _model_tensors(module).items()}
     if len(sent) != sum(not name.startswith("moment/") for name, _, _ in tensors):
         raise FrameError("a state that names a tensor twice")
-    for name in sorted(own.keys() | sent.keys()):
-        if own.get(name) != sent.get(name):
+    for name in sorted(expected.keys() | sent.keys()):
+        if expected.get(name) != sent.get(name):
             raise UserError(
-                f"worker {member.worker} trains another model", got=f"{name} {own.get(name, 'missing')} here",
+                f"worker {member.worker} trains another model", got=f"{name} {expected.get(name, 'missing')} here",
                 expected=f"{sent.get(name, 'missing')} there", fix="Start all workers with the same model.",
             )  # fmt: skip
-    _check_moments([each for each in tensors if each[0].startswith("moment/")], [*scalars], module)
+    _check_moments([entry for entry in tensors if entry[0].startswith("moment/")], [*scalars], module)
     if not all(value is None or isinstance(value, (int, float, bool, str)) for value in scalars.values()):
         raise FrameError("an optimizer's state holds what is no number")
     return tensors
 
 
-def _are_names(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(each, str) for each in found)
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _check_moments(
@@ -334,8 +334,8 @@ def _received(
     size_bytes = torch.Size(shape).numel() * dtype.itemsize
     if not size_bytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    found = receive_exactly(connection, size_bytes, min(deadline, _allowed_until(size_bytes)))
-    return torch.frombuffer(found, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    data = receive_exactly(connection, size_bytes, min(deadline, _allowed_until(size_bytes)))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 # Both --------------------------------------------------------------------------------------------------

@@ -77,10 +77,10 @@ class Consensus:
 
     def averaged(self, members: Sequence[int]) -> None:
         """A group has averaged."""
-        own = list(members)
-        self.weights[own] = self.weights[own].mean(axis=0)
-        self.covariance[own] = self.covariance[own].mean(axis=0)
-        self.covariance[:, own] = self.covariance[:, own].mean(axis=1, keepdims=True)
+        rows = list(members)
+        self.weights[rows] = self.weights[rows].mean(axis=0)
+        self.covariance[rows] = self.covariance[rows].mean(axis=0)
+        self.covariance[:, rows] = self.covariance[:, rows].mean(axis=1, keepdims=True)
 
     def copied(self, rank: int, source: int) -> None:
         """A rank that joins begins with the model of another."""
@@ -93,16 +93,16 @@ class Consensus:
 
         It is the root of the mean squared distance of their rows from their mean row, relative to that of identity.
         """
-        own = self.weights[sorted(ranks)]
-        if len(own) < 2:
+        rows = self.weights[sorted(ranks)]
+        if len(rows) < 2:
             return 0.0
-        apart = own - own.mean(axis=0)
-        return float(np.sqrt((apart**2).sum() / (len(own) - 1)))
+        apart = rows - rows.mean(axis=0)
+        return float(np.sqrt((apart**2).sum() / (len(rows) - 1)))
 
     def spread(self, ranks: Collection[int]) -> float:
         """The root of the mean squared distance of models from their mean, in updates of one iteration."""
-        own = sorted(ranks)
-        if len(own) < 2:
+        indices = sorted(ranks)
+        if len(indices) < 2:
             return 0.0
-        block = self.covariance[np.ix_(own, own)]
-        return float(np.sqrt(max(0.0, np.trace(block) / len(own) - block.mean())))
+        block = self.covariance[np.ix_(indices, indices)]
+        return float(np.sqrt(max(0.0, np.trace(block) / len(indices) - block.mean())))

@@ -95,8 +95,8 @@ class Meeting:
         UserError where none starts, where ranks name different ones or know no secret of it, and where it cannot be
         reached.
         """
-        own = {"host": socket.gethostname(), "address": interface.job_address()}
-        places = [_read(said) for said in self._exchanged("place", json.dumps(own))]
+        place_here = {"host": socket.gethostname(), "address": interface.job_address()}
+        places = [_read(answer) for answer in self._exchanged("place", json.dumps(place_here))]
         addresses = [str(place.get("address")) for place in places]
         together = len({(place.get("host"), place.get("address")) for place in places}) == 1
         host = interface.reachable_address(addresses, self._rank)
@@ -106,22 +106,22 @@ class Meeting:
             except BaseException as error:
                 self._put("coordinator", json.dumps({"failed": (str(error) or repr(error))[:MAX_SAID]}))
                 raise
-        (said,) = self._get(["coordinator"])
-        found = _read(said)
-        if "failed" in found:
-            raise UserError(f"rank 0 has no coordinator: {found['failed']}")
-        address = str(found["address"])
+        (answer,) = self._get(["coordinator"])
+        offer = _read(answer)
+        if "failed" in offer:
+            raise UserError(f"rank 0 has no coordinator: {offer['failed']}")
+        address = str(offer["address"])
         self._check(address, together=together)
-        if found["in_environment"]:
+        if offer["in_environment"]:
             secret = self._secret_here()
             return Coordination(address, secret, _for_peers(secret), host)
-        told, peers = found["secret"], bytes.fromhex(found["peers"])
-        return Coordination(address, None if told is None else str(told).encode(), peers, host)
+        shared, peers = offer["secret"], bytes.fromhex(offer["peers"])
+        return Coordination(address, None if shared is None else str(shared).encode(), peers, host)
 
     def hosts(self) -> Sequence[Hashable]:
         """What each rank, by rank, is on: the same of two ranks where they are on one host."""
-        own = {"name": interface.host_name(), "address": interface.job_address()}
-        places = [_read(said) for said in self._exchanged("host", json.dumps(own))]
+        place_here = {"name": interface.host_name(), "address": interface.job_address()}
+        places = [_read(answer) for answer in self._exchanged("host", json.dumps(place_here))]
         return [(str(place.get("name")), str(place.get("address"))) for place in places]
 
     def after_the_first(self) -> None:
@@ -143,10 +143,10 @@ class Meeting:
         self._exchanged("ready", "")
 
     def _check(self, address: str, *, together: bool) -> None:
-        mine = from_environment()
-        if mine is not None and mine[0] != address:
+        here = from_environment()
+        if here is not None and here[0] != address:
             raise UserError(
-                "ranks name different coordinators", got=f"{mine[0]} here and {address} at rank 0",
+                "ranks name different coordinators", got=f"{here[0]} here and {address} at rank 0",
                 expected=f"the same {ADDRESS_VARIABLE} on all hosts",
                 fix="Start one with headway coordinate, and name it on all hosts before headway run.",
             )  # fmt: skip
@@ -159,14 +159,14 @@ class Meeting:
             )  # fmt: skip
 
     def _secret_here(self) -> bytes:
-        mine = from_environment()
-        if mine is None or mine[1] is None:
+        here = from_environment()
+        if here is None or here[1] is None:
             raise UserError(
                 f"rank {self._rank} does not know the secret of the coordinator, which rank 0's environment has",
                 expected=f"{ADDRESS_VARIABLE} and {SECRET_VARIABLE} in the environment of all ranks",
                 fix="Set both on all hosts.",
             )  # fmt: skip
-        return mine[1]
+        return here[1]
 
     def _put(self, key: str, value: str) -> None:
         self._store.set(f"{self._run}/{key}", value)
@@ -195,8 +195,8 @@ def _offered(choice: GeneratorChoice, host: str, *, together: bool) -> dict[str,
         address, secret = process.address, process.secret
     elif secret is not None:
         return {"address": address, "in_environment": True}
-    told = None if secret is None else secret.decode()
-    return {"address": address, "in_environment": False, "secret": told, "peers": new_secret().hex()}
+    shared = None if secret is None else secret.decode()
+    return {"address": address, "in_environment": False, "secret": shared, "peers": new_secret().hex()}
 
 
 def _kept(choice: GeneratorChoice, host: str) -> CoordinatorProcess:
@@ -215,14 +215,14 @@ def _for_peers(secret: bytes) -> bytes:
     return hmac.digest(secret, b"headway: peers", "sha256")
 
 
-def _read(said: bytes) -> dict[str, Any]:
+def _read(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(said)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CommunicationError("a rank said what nobody can read") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CommunicationError("a rank said what nobody can read")
-    return found
+    return document
 
 
 class Closable(Protocol):
@@ -238,7 +238,7 @@ _trained: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 def refuse_second() -> None:
     """Raise UnsupportedError where this process has a coordinated model that has not finished: it is one worker."""
-    if any(not each.is_closed for each in _trained):
+    if any(not model.is_closed for model in _trained):
         raise UnsupportedError(
             "a process has one model that a coordinator's groups average", got="another one",
             expected="one, or static groups", fix="Call headway.finish(model) of the first one, or put both into one.",
@@ -253,16 +253,16 @@ def is_trained(wrapped: Closable) -> None:
 def join(
     meeting: Meeting,
     choice: GeneratorChoice,
-    found: Coordination,
+    coordination: Coordination,
     construct: Callable[[CoordinatorClient], PartialAllReduce],
 ) -> PartialAllReduce:
-    """Have ``construct`` make this worker, who joins when the first one has. ``meeting`` has ``found`` the coordinator.
+    """Create this worker with ``construct`` once rank 0 has joined the coordinator that ``meeting`` agreed on.
 
     Raises UserError where the coordinator forms other groups than ``choice``, and what ``construct`` raises.
     """
     try:
         meeting.after_the_first()
-        worker = construct(client := CoordinatorClient(found.address, found.secret))
+        worker = construct(client := CoordinatorClient(coordination.address, coordination.secret))
         if client.generator not in (None, str(choice)):
             worker.close()
             raise UserError(

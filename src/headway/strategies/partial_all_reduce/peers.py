@@ -186,16 +186,16 @@ class Peers:
         kept = self._connections.pop(member.address, None)
         if kept is not None:
             try:
-                return self._asked(kept, member, header, payload, deadline, max_payload_bytes)
+                return self._exchange(kept, member, header, payload, deadline, max_payload_bytes)
             except PeerRefusedError:
                 raise
             except OSError:  # closed for having been idle: a new one is made
                 pass
-        return self._asked(
+        return self._exchange(
             self.connect(member, deadline), member, header, payload, deadline, max_payload_bytes
         )
 
-    def _asked(
+    def _exchange(
         self, connection: socket.socket, member: Member, header: dict[str, Any], payload: bytes, deadline: float,
         max_payload_bytes: int,
     ) -> Frame:  # fmt: skip
@@ -242,12 +242,12 @@ class RemoteRoom:
 
     def put(self, key: str, value: bytes) -> None:
         """Leave a value for the group."""
-        self._asked({"kind": "put", "room": self._name, "key": key}, value, 0)
+        self._ask({"kind": "put", "room": self._name, "key": key}, value, 0)
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, once they are there."""
         request = {"kind": "get", "room": self._name, "keys": list(keys)}
-        header, payload = self._asked(request, b"", MAX_VALUE_BYTES * max(1, len(keys)))
+        header, payload = self._ask(request, b"", MAX_VALUE_BYTES * max(1, len(keys)))
         sizes = header.get("sizes")
         if not isinstance(sizes, list) or len(sizes) != len(keys) or sum(sizes) != len(payload):
             raise FrameError("an answer that does not fit its question")
@@ -257,14 +257,14 @@ class RemoteRoom:
             place += size
         return values
 
-    def _asked(self, request: dict[str, Any], payload: bytes, limit: int) -> Frame:
+    def _ask(self, request: dict[str, Any], payload: bytes, limit: int) -> Frame:
         return self._peers.ask(self._holder, request, payload, self._deadline, limit)
 
 
 def room_of(
-    name: str, holder: Member, own: Member, server: PeerServer, peers: Peers, deadline: float
+    name: str, holder: Member, member: Member, server: PeerServer, peers: Peers, deadline: float
 ) -> Room:
     """The room ``name`` on the board of ``holder``, which may be this worker itself."""
-    if holder.worker == own.worker:
+    if holder.worker == member.worker:
         return HereRoom(server.board, name, deadline)
     return RemoteRoom(peers, holder, name, deadline)

@@ -65,23 +65,30 @@ def proposal(job: Job) -> Proposal:
         return Proposal()
     if why := _why_not(job):
         return Proposal(note=f"partial all-reduce was not considered: {why}", about_permitted=ASYNCHRONOUS)
-    own = PartialAllReduceStrategy
+    strategy_of = PartialAllReduceStrategy
     sizes = [size for size in SIZES if size < job.world_size] or [2]
-    found = [own(group_size=size, staleness=staleness) for size in sizes for staleness in STALENESS]
-    found += [own(groups=STATIC, staleness=staleness).spelled_out(job) for staleness in STALENESS]
+    strategies = [
+        strategy_of(group_size=size, staleness=staleness) for size in sizes for staleness in STALENESS
+    ]
+    strategies += [
+        strategy_of(groups=STATIC, staleness=staleness).spelled_out(job) for staleness in STALENESS
+    ]
     hosts = job.on.hosts
     if len(hosts) > 1 and any(host.workers > 1 for host in hosts):
-        found += [
-            own(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
+        strategies += [
+            strategy_of(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
             for staleness in STALENESS
         ]
-        together = [own(groups=STATIC, within_hosts="all-reduce", staleness=each) for each in STALENESS]
-        found += [strategy.spelled_out(job) for strategy in together]
+        together = [
+            strategy_of(groups=STATIC, within_hosts="all-reduce", staleness=staleness)
+            for staleness in STALENESS
+        ]
+        strategies += [strategy.spelled_out(job) for strategy in together]
         if len(hosts) > 2:
-            found.append(own(within_hosts="all-reduce", group_size=2, staleness=1))
+            strategies.append(strategy_of(within_hosts="all-reduce", group_size=2, staleness=1))
     if job.world_size > 2:
-        found.append(own(groups="pairs", staleness=1))
-    return Proposal(tuple(found))
+        strategies.append(strategy_of(groups="pairs", staleness=1))
+    return Proposal(tuple(strategies))
 
 
 def _why_not(job: Job) -> str:
@@ -203,12 +210,12 @@ class _Injection(Injection[PartialAllReduceStrategy]):
         init: Callable[..., None],
         wrapped: DistributedDataParallel,
         module: nn.Module,
-        given: dict[str, Any],
+        ddp_options: dict[str, Any],
         strategy: PartialAllReduceStrategy,
     ) -> None:
         import torch.distributed as dist
 
-        init(wrapped, module, **given, strategy=strategy)
+        init(wrapped, module, **ddp_options, strategy=strategy)
         if dist.get_rank() == 0:
             whose = "hosts'" if strategy.within_hosts else "ranks'"
             print(

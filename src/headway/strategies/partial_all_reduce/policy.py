@@ -82,20 +82,20 @@ class PartialAllReduceStrategy(Strategy):
 
     @model_validator(mode="after")
     def _has_such_options(self) -> Self:
-        given = self.generator_options
+        options = self.generator_options
         if self.groups != STATIC:
             if self.groups not in names():
                 raise ValueError(f"groups: expected {STATIC}, {', '.join(names())}, got {self.groups!r}")
             try:
-                options_of(self.groups, given)
+                options_of(self.groups, options)
             except PlanError as error:
                 raise ValueError(str(error)) from None
             if self.hosts and not self.within_hosts:
                 raise ValueError("hosts are of static groups only, or of within_hosts")
             if self.within_hosts and self.groups == "inter-intra":
                 raise ValueError("inter-intra groups average within hosts themselves: leave within_hosts out")
-        elif not set(given) <= {"group_size"}:
-            raise ValueError(f"static groups have no {', '.join(sorted(set(given) - {'group_size'}))}")
+        elif not set(options) <= {"group_size"}:
+            raise ValueError(f"static groups have no {', '.join(sorted(set(options) - {'group_size'}))}")
         return self
 
     @property
@@ -171,27 +171,29 @@ class PartialAllReduceStrategy(Strategy):
     @property
     def changes_training(self) -> str:
         """Models of their own, whom they are averaged with, and how late."""
-        one, many, several = (
+        worker, workers, model = (
             ("host", "hosts", "a model that its ranks share") if self.within_hosts else _RANKS
         )
-        whom = f"all {many} that are there" if self.groups == "all" else f"a group of {many}"
-        said = [
-            f"every {one} trains {several} and averages its parameters with {whom}, instead of summing "
+        whom = f"all {workers} that are there" if self.groups == "all" else f"a group of {workers}"
+        changes = [
+            f"every {worker} trains {model} and averages its parameters with {whom}, instead of summing "
             "gradients over all ranks"
         ]
         if self.within_hosts:
-            said.append("each host counts once in an average, however many ranks it has")
+            changes.append("each host counts once in an average, however many ranks it has")
         if self.groups not in (STATIC, "all"):
-            said.append(f"which {many} average depends on when they come, so two runs differ")
+            changes.append(f"which {workers} average depends on when they come, so two runs differ")
         if self.staleness:
-            said.append("averages are taken over one iteration late")
-        return "; ".join(said)
+            changes.append("averages are taken over one iteration late")
+        return "; ".join(changes)
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""
         whose = " of hosts, all-reduce within" if self.within_hosts else ""
-        said = [f"partial all-reduce, {self.groups} groups{whose}"]
-        said += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
-        said += [] if self.time_limit_s is None else [f"at most {self.time_limit_s:g} s a group"]
-        said += ["one iteration stale"] * self.staleness + ["moments averaged"] * (self.moments == "averaged")
-        return ", ".join(said)
+        parts = [f"partial all-reduce, {self.groups} groups{whose}"]
+        parts += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
+        parts += [] if self.time_limit_s is None else [f"at most {self.time_limit_s:g} s a group"]
+        parts += ["one iteration stale"] * self.staleness + ["moments averaged"] * (
+            self.moments == "averaged"
+        )
+        return ", ".join(parts)

@@ -72,7 +72,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Rendezvous:
     """The members of a group have met: their ``context``, and the iteration that each has finished."""
 
     context: Context
@@ -111,9 +111,9 @@ class Contexts:
     """
 
     def __init__(
-        self, own: Member, server: PeerServer, peers: Peers, time_limit_s: float, capacity: int = CAPACITY
+        self, member: Member, server: PeerServer, peers: Peers, time_limit_s: float, capacity: int = CAPACITY
     ) -> None:
-        self._own, self._server, self._peers = own, server, peers
+        self._own, self._server, self._peers = member, server, peers
         self._timeout = timedelta(seconds=time_limit_s)
         self._capacity = capacity
         self._device: Any = None
@@ -125,7 +125,7 @@ class Contexts:
         """How many contexts are kept for the next time."""
         return len(self._kept)
 
-    def meet(self, start: GroupStart, iteration: int, layout: str, deadline: float) -> Met:
+    def meet(self, start: GroupStart, iteration: int, layout: str, deadline: float) -> Rendezvous:
         """Meet the other members of ``start`` and give the context to average on, which ``keep`` may take back.
 
         Raises LayoutError where ``layout`` is not the same on all, OSError, RuntimeError or TimeoutError where one of
@@ -139,26 +139,26 @@ class Contexts:
             index = [member.worker for member in start.members].index(self._own.worker)
             offer = {"held": held.made_for if held else None, "layout": layout, "iteration": iteration}
             room.put(f"offer/{index}", json.dumps(offer).encode())
-            offers = _read(room.get([f"offer/{each}" for each in range(len(start.members))]))
-            self._check_same(start, [each.get("layout") == layout for each in offers])
-            if held is None or any(each.get("held") != held.made_for for each in offers):
+            offers = _read(room.get([f"offer/{offer_index}" for offer_index in range(len(start.members))]))
+            self._check_same(start, [offer_index.get("layout") == layout for offer_index in offers])
+            if held is None or any(offer_index.get("held") != held.made_for for offer_index in offers):
                 self._retire(held)
                 held = None
                 held = Context(start.key, len(offers), self._connected(room, index, len(offers)))
         except BaseException:
             self._retire(held)
             raise
-        return Met(held, [int(each["iteration"]) for each in offers])
+        return Rendezvous(held, [int(offer_index["iteration"]) for offer_index in offers])
 
     def _check_same(self, start: GroupStart, same: Sequence[bool]) -> None:
         if all(same):
             return
         members = [member.worker for member in start.members]
-        others = [worker for worker, as_here in zip(members, same, strict=True) if not as_here]
-        like = [worker for worker in members if worker not in others]
+        mismatched = [worker for worker, as_here in zip(members, same, strict=True) if not as_here]
+        like = [worker for worker in members if worker not in mismatched]
         raise LayoutError(
             "members of a group do not average the same tensors",
-            got=f"{', '.join(map(str, others))} other ones than {', '.join(map(str, like))}",
+            got=f"{', '.join(map(str, mismatched))} other ones than {', '.join(map(str, like))}",
             expected="the same model, the same parameters that require gradients, and the same policies",
             fix="Start all workers with the same script, and have them freeze and unfreeze the same parameters.",
         )
@@ -210,12 +210,14 @@ class Contexts:
 
 def _read(offers: Sequence[bytes]) -> list[Mapping[str, Any]]:
     try:
-        found = [json.loads(offer) for offer in offers]
+        documents = [json.loads(offer) for offer in offers]
     except (ValueError, RecursionError) as error:
         raise FrameError("an offer is no JSON") from error
-    if not all(isinstance(each, dict) and isinstance(each.get("iteration"), int) for each in found):
+    if not all(
+        isinstance(document, dict) and isinstance(document.get("iteration"), int) for document in documents
+    ):
         raise FrameError("an offer lacks its iteration")
-    return found
+    return documents
 
 
 GRANT_POLL_S = 1.0
@@ -285,7 +287,7 @@ class Copies:
     """What a round works on: a worker's tensors as they were when it asked, and where their mean is computed."""
 
     layout: Layout
-    own: Flat
+    before: Flat
     mean: Flat
     error: HeadwayError | None = field(default=None)
 
@@ -358,7 +360,7 @@ class Rounds:
         try:
             met = self._contexts.meet(start, alone.iteration, copies.layout.digest, deadline)
             context, iterations = met.context, tuple(met.iterations)
-            copies.mean.copy_(copies.own)
+            copies.mean.copy_(copies.before)
             _mean(context, copies.mean, deadline)
         except LayoutError as error:
             mismatch, reason = error, str(error)
@@ -377,7 +379,7 @@ class Rounds:
             raise mismatch
         return replace(
             alone, ending=ending, iterations=iterations, reducing_ns=reduced_ns - granted_ns,
-            voting_ns=voted_ns - reduced_ns, size_bytes=copies.own.size_bytes,
+            voting_ns=voted_ns - reduced_ns, size_bytes=copies.before.size_bytes,
             reason=reason or ("" if ending is Ending.COMMITTED else "the group did not take the mean"),
         )  # fmt: skip
 
@@ -395,15 +397,15 @@ class Rounds:
 
 
 def _mean(context: Context, flat: Flat, deadline: float) -> None:
-    for whole in flat.wholes:
-        context.all_reduce(whole, deadline)
-        whole.div_(context.size)
+    for tensor in flat.wholes:
+        context.all_reduce(tensor, deadline)
+        tensor.div_(context.size)
 
 
 def mean_of(flats: Sequence[Flat], into: Flat) -> None:
     """The mean of ``flats`` into another one, exactly where all are equal; what is no number, as the first has it."""
     into.copy_(flats[0])
     for flat in flats[1:]:
-        for whole, first, other in zip(into.wholes, flats[0].wholes, flat.wholes, strict=True):
-            if whole.is_floating_point():
-                whole.add_(other - first, alpha=1 / len(flats))
+        for target, first, tensor in zip(into.wholes, flats[0].wholes, flat.wholes, strict=True):
+            if target.is_floating_point():
+                target.add_(tensor - first, alpha=1 / len(flats))

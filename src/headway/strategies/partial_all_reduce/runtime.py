@@ -38,7 +38,7 @@ from headway.strategies.live.stepping import Stepping, weakly
 from headway.strategies.partial_all_reduce import joining, scheduled_coordinator
 from headway.strategies.partial_all_reduce.averaging import Averaging, Observer
 from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, Member
-from headway.strategies.partial_all_reduce.finishing import Finished, Finishing, Known
+from headway.strategies.partial_all_reduce.finishing import Finished, Finishing, PeerDirectory
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.joining import Parts, Snapshots, WorkerState
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
@@ -156,7 +156,7 @@ class PartialAllReduce(nn.Module):
         self._earlier: set[str] = set()  # parameters that have been averaged
         self._unstepped = 0  # forwards with gradients since the last step
         self._closed = False
-        self._at_exit = weakly(self, lambda own: own.close())
+        self._at_exit = weakly(self, lambda wrapper: wrapper.close())
 
         rank = scheduled_coordinator.number_of(coordinator, worker)
         if secret is None and isinstance(coordinator, GroupSchedule):
@@ -168,11 +168,11 @@ class PartialAllReduce(nn.Module):
         self._server = server = PeerServer(host or job_address(), secret)
         self._peers = Peers(secret)
         self.member = Member(rank, incarnation, self._server.address, host_name())
-        self._known = known = Known(self.member, server)
+        self._directory = directory = PeerDirectory(self.member, server)
         # What threads hold that answer others must not hold this wrapper.
         self._snapshots = snapshots = Snapshots(partial(_state_of, weakref.ref(self)))
         server.handle("state", lambda c, _h, _p, deadline: joining.give(snapshots, c, deadline))
-        self._finishing = Finishing(self.member, self._known, self._server, self._peers)
+        self._finishing = Finishing(self.member, self._directory, self._server, self._peers)
         if isinstance(coordinator, GroupSchedule):
             refuse_gradient_scalers_of(self, "static groups", SCALER_FIX)
             coordinator = ScheduledCoordinator(
@@ -188,14 +188,16 @@ class PartialAllReduce(nn.Module):
         self._rounds = Rounds(rank, coordinator, self._contexts, time_limit_s)
         self._averaging = Averaging(
             self._rounds, coordinator, partial(_layout_of, weakref.ref(self)), staleness=staleness,
-            time_limit_s=time_limit_s, observer=observer, heard=lambda start: known.add(start.members),
+            time_limit_s=time_limit_s, observer=observer, heard=lambda start: directory.add(start.members),
             writing=snapshots.writing,
         )  # fmt: skip
         self._stepping = Stepping(
             module,
-            weakly(self, lambda own, found: own._bound(found)),  # whatever its class has made of it
-            weakly(self, lambda own: own._before_step()),
-            weakly(self, lambda own: own._after_step()),
+            weakly(
+                self, lambda wrapper, optimizer_seen: wrapper._bound(optimizer_seen)
+            ),  # whatever its class has made of it
+            weakly(self, lambda wrapper: wrapper._before_step()),
+            weakly(self, lambda wrapper: wrapper._after_step()),
         )
         self._parts = Parts(
             self._stepping,
@@ -282,10 +284,10 @@ class PartialAllReduce(nn.Module):
         self._take_incarnation()
         self.coordinator.leave()
         layout = whole_layout(self.module, buffers=self._policies["buffers"])
-        own = layout.empty()
-        layout.read(own)
+        values = layout.empty()
+        layout.read(values)
         try:
-            agreed, finished = self._finishing.finish(own, layout.digest, source, timeout_s)
+            agreed, finished = self._finishing.finish(values, layout.digest, source, timeout_s)
             layout.write(agreed)
         finally:
             self.close(leave=False)
@@ -365,18 +367,18 @@ class PartialAllReduce(nn.Module):
     # Joining -----------------------------------------------------------------------------------------
 
     def _join(self, initial: str, timeout_s: float) -> None:
-        others = self.coordinator.join(self.member, timeout_s)
+        peers = self.coordinator.join(self.member, timeout_s)
         self._take_incarnation()
-        self._known.add(others)
-        if initial == "peer" and not others and self.member.incarnation > 1:
+        self._directory.add(peers)
+        if initial == "peer" and not peers and self.member.incarnation > 1:
             _log.warning(
                 "worker %d has been in this job before, and nobody else is there to take the model from: it begins "
                 "with its own. If others still train and only the coordinator lost them, end this worker: "
                 "they would average with it",
                 self.member.worker,
             )
-        if others and initial == "peer":
-            state = joining.fetch(self._peers, others, self.member, self.module, timeout_s)
+        if peers and initial == "peer":
+            state = joining.fetch(self._peers, peers, self.member, self.module, timeout_s)
             joining.take_over(state, self.module)
             self.iteration = state.iteration
             self._earlier.update(state.averaged)
@@ -384,7 +386,7 @@ class PartialAllReduce(nn.Module):
                 joining.take_over_moments(state, self.module, optimizer)
             else:
                 self._awaited = state
-        self._known.say_hello(self._peers)
+        self._directory.say_hello(self._peers)
         self._snapshots.rest()
         if isinstance(self.coordinator, ScheduledCoordinator):
             self.coordinator.begin_together(timeout_s)
@@ -397,7 +399,7 @@ class PartialAllReduce(nn.Module):
     def _take_incarnation(self) -> None:
         """Tell others the incarnation that the coordinator counts: groups have it."""
         incarnation = max(self.member.incarnation, self.coordinator.incarnation)
-        self.member = self._known.own = replace(self.member, incarnation=incarnation)
+        self.member = self._directory.member = replace(self.member, incarnation=incarnation)
 
     def _state(self) -> WorkerState:
         state = joining.state_of(self.module, self._stepping.optimizer, self.iteration, self._earlier)
@@ -411,15 +413,15 @@ class PartialAllReduce(nn.Module):
 
 
 def _state_of(wrapped: weakref.ref[PartialAllReduce]) -> WorkerState:
-    if (own := wrapped()) is None:
+    if (wrapper := wrapped()) is None:
         raise ConnectionError("the model is gone")
-    return own._state()
+    return wrapper._state()
 
 
 def _layout_of(wrapped: weakref.ref[PartialAllReduce]) -> Layout:
-    own = wrapped()
-    assert own is not None, "only its own steps average"
-    return own._layout()
+    wrapper = wrapped()
+    assert wrapper is not None, "only its own steps average"
+    return wrapper._layout()
 
 
 def wrap(

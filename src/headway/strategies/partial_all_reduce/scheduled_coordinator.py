@@ -63,13 +63,13 @@ class ScheduledCoordinator:
         try:
             self._store.set(keys[self._rank], json.dumps(as_json(member)))
             self._store.wait(keys, timedelta(seconds=timeout_s))
-            found = [member_from(json.loads(self._store.get(key))) for key in keys]
+            members = [member_from(json.loads(self._store.get(key))) for key in keys]
         except (RuntimeError, OSError, ValueError) as error:
             raise CommunicationError(
                 f"rank {self._rank}: not all {len(keys)} ranks of the schedule came within {timeout_s:g} s"
             ) from error
-        self._members = {each.worker: each for each in found}
-        return found[: self._rank]
+        self._members = {peer.worker: peer for peer in members}
+        return members[: self._rank]
 
     def begin_together(self, timeout_s: float) -> None:
         """Return when every rank has called this: none may make a step before all hold the first one's parameters.
@@ -117,20 +117,20 @@ class ScheduledCoordinator:
             room.put(f"vote/{index}", YES if reduced else NO)
             if index == 0:
                 decision = YES
-                for each in range(len(start.members)):
-                    (vote,) = room.get([f"vote/{each}"])
+                for voter in range(len(start.members)):
+                    (vote,) = room.get([f"vote/{voter}"])
                     if vote != YES:
                         decision = NO
                         break
                 room.put("decision", decision)
-            (found,) = room.get(["decision"])
+            (outcome,) = room.get(["decision"])
         except OSError:
             if index == 0:
                 self._server.board.put(f"{start.key}/votes", "decision", NO)
                 self._outcomes = {number: False}
             return False
-        self._outcomes = {number: found == YES}
-        return found == YES
+        self._outcomes = {number: outcome == YES}
+        return outcome == YES
 
     def outcome(self, number: int, timeout_s: float) -> bool | None:
         """What the first member of the group has decided; None where it cannot be asked."""
@@ -139,14 +139,16 @@ class ScheduledCoordinator:
         start = self._starts.get(number)
         if start is None:
             return None
-        own = self._members[self._rank]
+        member_here = self._members[self._rank]
         deadline = time.monotonic() + timeout_s
-        room = room_of(f"{start.key}/votes", start.members[0], own, self._server, self._peers, deadline)
+        room = room_of(
+            f"{start.key}/votes", start.members[0], member_here, self._server, self._peers, deadline
+        )
         try:
-            (found,) = room.get(["decision"])
+            (decision,) = room.get(["decision"])
         except OSError:
             return None
-        return bool(found == YES)
+        return bool(decision == YES)
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Nobody watches."""

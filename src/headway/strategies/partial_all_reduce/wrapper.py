@@ -55,11 +55,11 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         optimizer: Optimizer | None = None,
         observer: Observer | None = None,
         join_timeout_s: float = JOIN_LIMIT_S,
-        **given: Any,
+        **ddp_options: Any,
     ) -> None:
         check_bare(module)
         check_module(module)  # before ranks wait for each other
-        check_options(module, given)
+        check_options(module, ddp_options)
         options: dict[str, Any] = {
             "staleness": strategy.staleness, "moments": strategy.moments, "observer": observer,
             "join_timeout_s": join_timeout_s, "time_limit_s": strategy.group_limit_s,
@@ -70,7 +70,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         else:
             self._join_coordinated(module, strategy, optimizer, options)
         self.strategy = strategy
-        self._look_like_ddp(given)
+        self._look_like_ddp(ddp_options)
         self._unfinished = Unfinished(self, of_partial_all_reduce)
 
     def _join_coordinated(
@@ -80,20 +80,20 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         coordinated.refuse_second()
         meeting = Meeting(options["join_timeout_s"])
         choice = choice_of(strategy)
-        found = meeting.coordination(choice)
+        coordination = meeting.coordination(choice)
         rank = dist.get_rank()
 
         def construct(client: CoordinatorClient) -> PartialAllReduce:
             # Workers of an earlier attempt may still count as there: rank 0 does not ask them for their state.
             super(PartialDataParallel, self).__init__(
-                module, client, optimizer, worker=rank, host=found.host, secret=found.peers_secret,
+                module, client, optimizer, worker=rank, host=coordination.host, secret=coordination.peers_secret,
                 initial="peer" if rank else "own", **options,
             )  # fmt: skip
             return self
 
-        coordinated.join(meeting, choice, found, construct)
+        coordinated.join(meeting, choice, coordination, construct)
         try:
-            if rank and not self._known.others:
+            if rank and not self._directory.peers:
                 raise CommunicationError(
                     f"rank {rank}: the coordinator knows nobody whose model it could begin with. Start the job again."
                 )
@@ -103,19 +103,19 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
             raise
         coordinated.is_trained(self)
 
-    def _look_like_ddp(self, given: Mapping[str, Any]) -> None:
+    def _look_like_ddp(self, ddp_options: Mapping[str, Any]) -> None:
         """What scripts read of a DistributedDataParallel."""
         self.device = next(
             parameter.device for parameter in self.module.parameters() if parameter.requires_grad
         )
         self.device_type = self.device.type
-        moves = bool(given.get("device_ids"))
+        moves = bool(ddp_options.get("device_ids"))
         self.device_ids = [self.device.index] if moves else None
         self.output_device = self.device.index if moves else None
         self.dim = 0
         self.process_group = dist.group.WORLD  # type: ignore[assignment]  # there is one
-        self.find_unused_parameters = bool(given.get("find_unused_parameters"))
-        self.gradient_as_bucket_view = bool(given.get("gradient_as_bucket_view"))
+        self.find_unused_parameters = bool(ddp_options.get("find_unused_parameters"))
+        self.gradient_as_bucket_view = bool(ddp_options.get("gradient_as_bucket_view"))
         self.static_graph, self.mixed_precision = False, None
         self.parameters_to_ignore: set[str] = set()
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -175,29 +175,31 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         raise UnsupportedError("Join has no collectives to shadow under partial all-reduce", fix=FIX)
 
 
-def check_options(module: nn.Module, given: Mapping[str, Any]) -> None:
+def check_options(module: nn.Module, ddp_options: Mapping[str, Any]) -> None:
     """Raise UserError or UnsupportedError for options of DistributedDataParallel that cannot be had here."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    if unknown := sorted(set(given) - set(known)):
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    if unknown := sorted(set(ddp_options) - set(parameters)):
         raise UserError("DistributedDataParallel has no such option", got=", ".join(unknown))
     for name in REFUSED:
-        if given.get(name):
+        if ddp_options.get(name):
             raise UnsupportedError(f"{name} is not supported by partial all-reduce", fix=FIX)
-    if given.get("process_group") not in (None, dist.group.WORLD):
+    if ddp_options.get("process_group") not in (None, dist.group.WORLD):
         raise UnsupportedError(
             "partial all-reduce is for all ranks of the job", got="a process group of its own",
             fix="Leave process_group out. For workers of several processes a plan has within_hosts.",
         )  # fmt: skip
     if torch_private.ddp_ignores_some_of(module):
         raise UnsupportedError("DistributedDataParallel was told to ignore some parameters", fix=FIX)
-    _check_devices(module, given)
+    _check_devices(module, ddp_options)
 
 
-def _check_devices(module: nn.Module, given: Mapping[str, Any]) -> None:
+def _check_devices(module: nn.Module, ddp_options: Mapping[str, Any]) -> None:
     devices = {parameter.device for parameter in module.parameters()}
-    outputs = [] if given.get("output_device") is None else [given["output_device"]]
-    named = [torch_private.device_index(each) for each in [*(given.get("device_ids") or ()), *outputs]]
-    if named and (len(devices) != 1 or any(each not in {d.index for d in devices} for each in named)):
+    outputs = [] if ddp_options.get("output_device") is None else [ddp_options["output_device"]]
+    named = [
+        torch_private.device_index(device) for device in [*(ddp_options.get("device_ids") or ()), *outputs]
+    ]
+    if named and (len(devices) != 1 or any(device not in {d.index for d in devices} for device in named)):
         raise UnsupportedError(
             "device_ids or output_device names a device that the parameters are not on", got=str(named),
             expected=", ".join(sorted(map(str, devices))), fix="Move the model there before it is wrapped.",

@@ -87,7 +87,7 @@ def outcomes(world: Watched, event: Event) -> Iterator[Watched]:
 
 def key_of(world: Watched) -> Any:
     """What of a world decides about its future: numbers of grants and times are left out."""
-    state: dict[str, Any] = world.generator._known()  # type: ignore[attr-defined]
+    state: dict[str, Any] = world.generator._snapshot()  # type: ignore[attr-defined]
     waiting = [(each, min(world.now_ns - since, MOST_AGE_NS)) for each, since in state["waiting"]]
     if "queue" in state:
         waiting.sort()

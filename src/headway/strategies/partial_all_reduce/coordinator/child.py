@@ -129,8 +129,8 @@ class CoordinatorProcess:
         ]  # fmt: skip
         if self._metrics is not None:
             command += ["--metrics", self._metrics]
-        said = self._folder / "said"
-        with said.open("wb") as errors:
+        log = self._folder / "said"
+        with log.open("wb") as errors:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 start_new_session=True,  # signals from the terminal are for the launcher
@@ -143,7 +143,7 @@ class CoordinatorProcess:
             process.kill()
             process.wait()
             _close_pipes(process)
-            words = said.read_text(errors="replace").strip().splitlines()
+            words = log.read_text(errors="replace").strip().splitlines()
             raise LaunchError(
                 "the coordinator does not start", got=words[-1] if words else "no address in time"
             ) from None

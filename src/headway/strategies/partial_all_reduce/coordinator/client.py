@@ -174,10 +174,10 @@ class Link:
     async def _greet(self, call: Any) -> float:
         """Say hello; returns the lease."""
         member = self._member
-        said = messages.MemberModel(
+        model = messages.MemberModel(
             worker=member.worker, incarnation=self._incarnation, address=member.address, host=member.host
         )
-        hello = messages.Hello(protocol=messages.PROTOCOL, session=self._session, member=said)
+        hello = messages.Hello(protocol=messages.PROTOCOL, session=self._session, member=model)
         await call.write(messages.encode(hello))
         welcome = await self._next(call)
         if not isinstance(welcome, messages.Welcome):
@@ -268,8 +268,8 @@ class _State:
     incarnation: int = 0
     generator: str | None = None
     rejoined: int = 0
-    others: tuple[Member, ...] = ()
-    asked: bool = False
+    peers: tuple[Member, ...] = ()
+    is_asking: bool = False
     granted: GroupStart | None = None  # and not yet taken
     current: GroupStart | None = None  # taken, and its decision not heard
     votes: OrderedDict[int, messages.Vote] = field(default_factory=OrderedDict)
@@ -362,7 +362,7 @@ class CoordinatorClient:
                 )  # fmt: skip
                 self._wait(lambda: state.is_settled, timeout_s - NOTICE_S)
             if state.connected:
-                return state.others
+                return state.peers
             reason = state.ended or state.last_failure
         self._stop()
         raise CommunicationError(
@@ -379,9 +379,9 @@ class CoordinatorClient:
             if state.current and state.current.number not in state.votes:
                 self._say(_vote(state.current, reduced=False))
             state.current = None
-            if not state.connected or state.asked or state.granted:
+            if not state.connected or state.is_asking or state.granted:
                 return
-            state.asked = True
+            state.is_asking = True
             self._say(messages.Ask(iteration=iteration))
 
     def granted(self, timeout_s: float) -> GroupStart | None:
@@ -391,7 +391,7 @@ class CoordinatorClient:
         """
         with self._condition:
             state = self._state
-            self._wait(lambda: state.granted is not None or not state.asked, timeout_s)
+            self._wait(lambda: state.granted is not None or not state.is_asking, timeout_s)
             start, state.granted = state.granted, None
             if start is not None and len(start.members) > 1:
                 state.current = start
@@ -406,9 +406,9 @@ class CoordinatorClient:
         with self._condition:
             state = self._state
             if number not in state.decisions and state.current and state.current.number == number:
-                said = _vote(state.current, reduced=reduced)
-                _remember(state.votes, number, said)
-                self._say(said)
+                message = _vote(state.current, reduced=reduced)
+                _remember(state.votes, number, message)
+                self._say(message)
                 self._wait(lambda: number in state.decisions or state.current is None, timeout_s)
             return state.decisions.get(number, False)
 
@@ -463,7 +463,7 @@ class CoordinatorClient:
         with self._condition:
             self._state.connected = False
             self._state.ended = self._state.ended or "the worker has left"
-            self._state.asked = False
+            self._state.is_asking = False
             self._state.granted = self._state.current = None
             self._condition.notify_all()
 
@@ -478,7 +478,7 @@ class CoordinatorClient:
         with self._condition:
             before, state.incarnation = state.incarnation, welcome.incarnation
             state.connected, state.generator = True, welcome.generator
-            state.others = tuple(member.value() for member in welcome.members)
+            state.peers = tuple(member.value() for member in welcome.members)
             # Where the welcome to a new incarnation was lost, the next one resumes it.
             if before and (not welcome.resumed or welcome.incarnation != before):
                 state.rejoined += 1
@@ -510,8 +510,8 @@ class CoordinatorClient:
                     state.votes.pop(start.number, None)
                     state.decisions.pop(start.number, None)
                 _remember(state.keys, start.number, start.key)
-                if state.asked:
-                    state.asked, state.granted = False, start
+                if state.is_asking:
+                    state.is_asking, state.granted = False, start
                 elif len(start.members) > 1:
                     self._say(_vote(start, reduced=False))
             elif isinstance(message, messages.Decided):
@@ -538,7 +538,7 @@ class CoordinatorClient:
             state.connected = False
             state.last_failure = reason
             state.ended = reason if final else state.ended
-            state.asked = False
+            state.is_asking = False
             if state.granted and len(state.granted.members) > 1:
                 state.granted = None
             if final:
@@ -550,7 +550,7 @@ def _vote(start: GroupStart, *, reduced: bool) -> messages.Vote:
     return messages.Vote(number=start.number, key=start.key, reduced=reduced)
 
 
-def _remember(known: OrderedDict[int, _Value], number: int, value: _Value) -> None:
-    known[number] = value
-    while len(known) > MAX_REMEMBERED:
-        known.popitem(last=False)
+def _remember(values: OrderedDict[int, _Value], number: int, value: _Value) -> None:
+    values[number] = value
+    while len(values) > MAX_REMEMBERED:
+        values.popitem(last=False)

@@ -22,11 +22,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headway import files
 from headway.errors import UserError
 from headway.strategies.partial_all_reduce.coordinator.ledger import (
+    Answer,
     AnyEvent,
     Event,
     Ledger,
     MakeGenerator,
-    Said,
     Snapshot,
 )
 from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart
@@ -83,9 +83,9 @@ class Journal:
         self._compact_at_bytes = max(COMPACT_BYTES, 2 * len(lines[0]))
         return ledger
 
-    def append(self, event: AnyEvent, said: Sequence[Said]) -> None:
+    def append(self, event: AnyEvent, answers: Sequence[Answer]) -> None:
         """Hand a line to the operating system. Raises OSError where that fails."""
-        self._write({"event": event.model_dump(mode="json"), "led_to": _led_to(said)})
+        self._write({"event": event.model_dump(mode="json"), "led_to": _led_to(answers)})
 
     def sync(self) -> None:
         """Wait until every line is on the disk. Raises OSError where that fails."""
@@ -154,20 +154,20 @@ class Journal:
             raise JournalError(f"the journal {self.path} cannot be read", got=failure.strerror) from None
         if len(data) > MAX_BYTES:
             raise JournalError(f"the journal {self.path} is too large", expected=f"at most {MAX_BYTES} bytes")
-        *whole, _ = data.split(b"\n")
-        found: list[bytes] = []
+        *complete, _ = data.split(b"\n")
+        documents: list[bytes] = []
         size_bytes = 0
-        for number, line in enumerate(whole):
+        for number, line in enumerate(complete):
             document = _document(line)
             if document is None:
-                if not found or any(_document(later) is not None for later in whole[number + 1 :]):
+                if not documents or any(_document(later) is not None for later in complete[number + 1 :]):
                     raise self._damaged(number)
                 break
-            found.append(document)
+            documents.append(document)
             size_bytes += len(line) + 1
-        if not found:
+        if not documents:
             raise self._damaged(0)
-        return found, size_bytes
+        return documents, size_bytes
 
     def _replayed(self, lines: Sequence[bytes], make_generator: MakeGenerator) -> Ledger:
         try:
@@ -201,12 +201,12 @@ class Journal:
         )
 
 
-def _led_to(said: Sequence[Said]) -> list[list[Any]]:
+def _led_to(answers: Sequence[Answer]) -> list[list[Any]]:
     return [
-        [one.number, *(member.worker for member in one.members)]
-        if isinstance(one, GroupStart)
-        else [one.number, "committed" if one.committed else "aborted"]
-        for one in said
+        [answer.number, *(member.worker for member in answer.members)]
+        if isinstance(answer, GroupStart)
+        else [answer.number, "committed" if answer.committed else "aborted"]
+        for answer in answers
     ]
 
 

@@ -153,7 +153,7 @@ class Decision(NamedTuple):
     members: tuple[Member, ...]
 
 
-Said = GroupStart | Decision
+Answer = GroupStart | Decision
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class Ledger:
         self._groups: dict[int, _Group] = {}
         self._busy: dict[Worker, int] = {}  # the group that runs with a worker of this number
         self._decisions: OrderedDict[int, tuple[str, bool]] = OrderedDict()  # with the groups' keys
-        self._said: list[Said] = []
+        self._answers: list[Answer] = []
 
     @property
     def members(self) -> Sequence[Member]:
@@ -253,7 +253,7 @@ class Ledger:
         group = self._groups.get(number)
         return group is not None and group.start.key == key and member in group.start.members
 
-    def apply(self, event: AnyEvent) -> Sequence[Said]:
+    def apply(self, event: AnyEvent) -> Sequence[Answer]:
         """Take in what has happened; returns what the members are to be told, in order.
 
         Who a worker is, and whether its vote counts, has to be asked before. Raises ValueError where time goes back.
@@ -261,7 +261,7 @@ class Ledger:
         if event.now_ns < self.now_ns:
             raise ValueError("the job's clock goes back")
         self.now_ns = event.now_ns
-        self._said = []
+        self._answers = []
         match event:
             case Booted():
                 self.boot = event.boot
@@ -282,7 +282,7 @@ class Ledger:
                 self._vote(event)
             case Woke():
                 self._begin(self._generator.wake(self.now_ns))
-        return self._said
+        return self._answers
 
     def _join(self, event: Joined) -> None:
         worker = event.worker
@@ -336,8 +336,8 @@ class Ledger:
             self._decisions.popitem(last=False)
         for worker in group.workers:
             del self._busy[worker]
-        told = tuple(member for member in group.start.members if self.member(member.worker) == member)
-        self._said.append(Decision(number, group.start.key, committed, told))
+        recipients = tuple(member for member in group.start.members if self.member(member.worker) == member)
+        self._answers.append(Decision(number, group.start.key, committed, recipients))
         self._begin(self._generator.ended(number, self.now_ns))
         for worker in group.workers:
             self._admit_where_free(worker)
@@ -367,7 +367,7 @@ class Ledger:
             if len(members) > 1:
                 self._groups[grant.number] = _Group(start)
                 self._busy.update(dict.fromkeys(grant.members, grant.number))
-            self._said.append(start)
+            self._answers.append(start)
 
     def snapshot(self) -> Snapshot:
         """All that it knows."""

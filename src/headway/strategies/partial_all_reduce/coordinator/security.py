@@ -48,16 +48,16 @@ def server_credentials(secret: bytes) -> grpc.ServerCredentials:
     """Of a coordinator; only workers that know the secret get through. Raises UserError without cryptography."""
     import grpc
 
-    own = identity(secret, server=True)
-    return grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
+    pem = identity(secret, server=True)
+    return grpc.ssl_server_credentials([(pem.key, pem.certificate)], pem.authority, require_client_auth=True)
 
 
 def client_credentials(secret: bytes) -> grpc.ChannelCredentials:
     """Of a worker. Raises UserError without cryptography."""
     import grpc
 
-    own = identity(secret, server=False)
-    return grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    pem = identity(secret, server=False)
+    return grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate)
 
 
 def identity(secret: bytes, *, server: bool) -> Identity:

@@ -263,15 +263,15 @@ async def _serve(
     until_input_ends: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stop.set)
     if until_input_ends:
-        await _watch_input(told)
+        await _watch_input(stop)
     server = Server(choice.make, str(choice), options, observer)
     await server.start(listen)
     ready(server.address)
-    ends, fails = asyncio.create_task(told.wait()), asyncio.create_task(server.failure())
+    ends, fails = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     try:
         await asyncio.wait((ends, fails), return_when=asyncio.FIRST_COMPLETED)
         failure = fails.result() if fails.done() else None
@@ -288,9 +288,9 @@ async def _serve(
         raise InternalError(f"the coordinator cannot go on: {failure!r}") from failure
 
 
-async def _watch_input(told: asyncio.Event) -> None:
+async def _watch_input(stop: asyncio.Event) -> None:
     class Input(asyncio.Protocol):
         def connection_lost(self, exc: Exception | None) -> None:
-            told.set()
+            stop.set()
 
     await asyncio.get_running_loop().connect_read_pipe(Input, sys.stdin)

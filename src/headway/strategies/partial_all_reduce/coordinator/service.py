@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headway.strategies.partial_all_reduce.coordinator import ledger as events
 from headway.strategies.partial_all_reduce.coordinator import messages
 from headway.strategies.partial_all_reduce.coordinator.journal import Journal
-from headway.strategies.partial_all_reduce.coordinator.ledger import Decision, Ledger, Said
+from headway.strategies.partial_all_reduce.coordinator.ledger import Answer, Decision, Ledger
 from headway.strategies.partial_all_reduce.coordinator.messages import AnyToWorker, GroupStart, Member
 from headway.strategies.partial_all_reduce.coordinator.observer import Observer
 from headway.strategies.partial_all_reduce.generators.generator import Worker
@@ -40,7 +40,7 @@ class _Pace:
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     free_since: float | None = None  # it computes since then
     returned: bool = False  # it was there before: even its first time is no longer than usual
-    told: bool = False  # that it is absent
+    is_reported: bool = False  # as absent
 
     def limit_s(self, longest_s: float) -> float:
         """After how long it is absent; ``longest_s`` is the longest time that any member is known to have taken."""
@@ -66,19 +66,19 @@ class Absences:
     def returned(self, worker: Worker, now: float) -> None:
         """A member is there again, or its iterations were seen by an earlier coordinator; it may wait for others."""
         pace = self._paces.setdefault(worker, _Pace())
-        pace.free_since, pace.returned, pace.told = now, True, False
+        pace.free_since, pace.returned, pace.is_reported = now, True, False
 
-    def asked(self, worker: Worker, now: float) -> None:
+    def note_ask(self, worker: Worker, now: float) -> None:
         """A member has finished an iteration."""
         pace = self._paces.setdefault(worker, _Pace())
         if pace.free_since is not None:
             pace.times_s.append(now - pace.free_since)
-        pace.free_since, pace.told = None, False
+        pace.free_since, pace.is_reported = None, False
 
     def freed(self, worker: Worker, now: float) -> None:
         """A member that has asked computes again: its group has ended, or it goes on alone."""
         if (pace := self._paces.get(worker)) is not None:
-            pace.free_since, pace.told = now, False
+            pace.free_since, pace.is_reported = now, False
 
     def gone(self, worker: Worker) -> None:
         """It is no member any more. Its times are kept: it may return."""
@@ -90,16 +90,16 @@ class Absences:
         longest_s = max(
             (max(pace.times_s) for pace in self._paces.values() if pace.times_s), default=math.inf
         )
-        found = [
+        absent = [
             worker
             for worker, pace in sorted(self._paces.items())
             if pace.free_since is not None
-            and not pace.told
+            and not pace.is_reported
             and now - pace.free_since > pace.limit_s(longest_s)
         ]
-        for worker in found:
-            self._paces[worker].told = True
-        return found
+        for worker in absent:
+            self._paces[worker].is_reported = True
+        return absent
 
 
 LOOKS_A_LEASE = 8
@@ -255,7 +255,7 @@ class _JobClock:
 class _Times:
     """When things began, for whoever watches."""
 
-    asked: dict[Worker, float] = field(default_factory=dict)
+    asked_at: dict[Worker, float] = field(default_factory=dict)
     started: dict[int, float] = field(default_factory=dict)
 
 
@@ -322,16 +322,16 @@ class Service:
         self._streams[worker] = stream
         stream.worker = worker
         self._leases.renew(worker, time.monotonic())
-        own = self._ledger.member(worker)
-        assert own is not None
-        running = self._ledger.running_with(own)
+        member = self._ledger.member(worker)
+        assert member is not None
+        running = self._ledger.running_with(member)
         self._outbox.say(
             stream,
             messages.Welcome(
-                incarnation=own.incarnation,
+                incarnation=member.incarnation,
                 resumed=resumed,
                 lease_s=self._leases.lease_s,
-                members=[messages.MemberModel.of(member) for member in self._ledger.members if member != own],
+                members=[messages.MemberModel.of(peer) for peer in self._ledger.members if peer != member],
                 running=messages.Start.of(running) if running else None,
                 generator=self._description,
             ),
@@ -348,10 +348,10 @@ class Service:
         self._leases.renew(worker, begun)
         match message:
             case messages.Ask():
-                self._times.asked.setdefault(worker, begun)
-                self._absences.asked(worker, begun)
-                asked = events.Asked(now_ns=self._clock.now_ns(), worker=worker, iteration=message.iteration)
-                self._apply(asked)
+                self._times.asked_at.setdefault(worker, begun)
+                self._absences.note_ask(worker, begun)
+                event = events.Asked(now_ns=self._clock.now_ns(), worker=worker, iteration=message.iteration)
+                self._apply(event)
             case messages.Vote():
                 self._vote(worker, stream, message)
             case messages.AskOutcome():
@@ -410,13 +410,13 @@ class Service:
             stream.close("FAILED_PRECONDITION" if reason == "replaced" else "ABORTED", words[reason])
         self._leases.drop(worker)
         self._absences.gone(worker)
-        self._times.asked.pop(worker, None)
+        self._times.asked_at.pop(worker, None)
         self._apply(events.Left(now_ns=self._clock.now_ns(), worker=worker, reason=reason))
         self._observer.gone(worker, reason)
         self._observer.members(len(self._ledger.members))
 
     def _withdraw(self, worker: Worker) -> None:
-        self._times.asked.pop(worker, None)
+        self._times.asked_at.pop(worker, None)
         if self._ledger.waits(worker):
             self._apply(events.Withdrew(now_ns=self._clock.now_ns(), worker=worker))
             self._absences.freed(worker, time.monotonic())  # it goes on alone, perhaps into a barrier
@@ -449,42 +449,42 @@ class Service:
         if self.failed.done():
             raise ServiceFailedError
         try:
-            said = self._ledger.apply(event)
+            answers = self._ledger.apply(event)
             if self._journal:
-                self._journal.append(event, said)
+                self._journal.append(event, answers)
         except Exception as failure:
             self._fail(failure)
             raise ServiceFailedError from failure
-        for one in said:
-            self._tell(one)
+        for answer in answers:
+            self._tell(answer)
         self._plan_waking()
 
-    def _tell(self, said: Said) -> None:
+    def _tell(self, answer: Answer) -> None:
         now = time.monotonic()
         running = self._ledger.running
         message: messages.AnyToWorker
-        if isinstance(said, GroupStart):
-            message = messages.Start.of(said)
-            self._times.started[said.number] = now
-            self._observer.started(len(said.members), running)
-            for member in said.members:
-                self._observer.waited(now - self._times.asked.pop(member.worker, now))
-            if len(said.members) == 1:
-                del self._times.started[said.number]
-                self._absences.freed(said.members[0].worker, now)
-                self._observer.averaged([said.members[0].worker])
+        if isinstance(answer, GroupStart):
+            message = messages.Start.of(answer)
+            self._times.started[answer.number] = now
+            self._observer.started(len(answer.members), running)
+            for member in answer.members:
+                self._observer.waited(now - self._times.asked_at.pop(member.worker, now))
+            if len(answer.members) == 1:
+                del self._times.started[answer.number]
+                self._absences.freed(answer.members[0].worker, now)
+                self._observer.averaged([answer.members[0].worker])
         else:
-            assert isinstance(said, Decision)
+            assert isinstance(answer, Decision)
             if self._journal:
                 self._outbox.hold()
-            message = messages.Decided(number=said.number, key=said.key, committed=said.committed)
-            for member in said.members:
+            message = messages.Decided(number=answer.number, key=answer.key, committed=answer.committed)
+            for member in answer.members:
                 self._absences.freed(member.worker, now)
-            took_s = now - self._times.started.pop(said.number, now)
-            self._observer.decided(said.committed, took_s, running)
-            if said.committed:
-                self._observer.averaged([member.worker for member in said.members])
-        self._say_to(said.members, message)
+            took_s = now - self._times.started.pop(answer.number, now)
+            self._observer.decided(answer.committed, took_s, running)
+            if answer.committed:
+                self._observer.averaged([member.worker for member in answer.members])
+        self._say_to(answer.members, message)
 
     def _say_to(self, members: Sequence[Member], message: messages.AnyToWorker) -> None:
         for member in members:

@@ -65,7 +65,7 @@ class State(BaseModel):
 
 
 class Attendance(GroupGenerator, Generic[O]):
-    """A generator without a rule: ``_drawn_now`` is its rule, and ``_left`` what else a departure changes.
+    """A generator without a rule: ``_drawn_now`` is its rule, and ``_on_leave`` what else a departure changes.
 
     ``hosts`` says which host a worker is on. It is read whenever groups are drawn, so that workers can be added to it
     before they join; one that it lacks is on a host of its own.
@@ -87,16 +87,16 @@ class Attendance(GroupGenerator, Generic[O]):
     def _drawn_now(self, now_ns: int) -> Iterable[Sequence[Worker]]:
         """The groups that begin now, one after the other: each is of workers that ``_is_ready``."""
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         """A worker has begun to wait."""
 
-    def _left(self, worker: Worker) -> None:
+    def _on_leave(self, worker: Worker) -> None:
         """A worker is not there any more."""
 
-    def _granted(self, members: tuple[Worker, ...]) -> None:
+    def _on_grant(self, members: tuple[Worker, ...]) -> None:
         """A group begins, or a worker goes on alone."""
 
-    def _freed(self, worker: Worker, now_ns: int) -> None:
+    def _on_freed(self, worker: Worker, now_ns: int) -> None:
         """The group of a worker, which may have left meanwhile, has ended."""
 
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
@@ -116,7 +116,7 @@ class Attendance(GroupGenerator, Generic[O]):
             group = self.running[self._runs_in[worker]]
             gone = tuple(sorted((*group.gone, worker)))
             self.running[group.number] = group.model_copy(update={"gone": gone})
-        self._left(worker)
+        self._on_leave(worker)
         return self._grants(now_ns)
 
     def ask(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
@@ -126,7 +126,7 @@ class Attendance(GroupGenerator, Generic[O]):
         if worker in self.waiting or self._is_inside(worker):
             raise ValueError(f"worker {worker} asks and is not free")
         self.waiting[worker] = now_ns
-        self._asked(worker, now_ns)
+        self._on_ask(worker, now_ns)
         return self._grants(now_ns)
 
     def ended(self, number: int, now_ns: int) -> Sequence[Grant]:
@@ -135,7 +135,7 @@ class Attendance(GroupGenerator, Generic[O]):
             raise ValueError(f"no group {number} runs")
         for worker in group.members:
             del self._runs_in[worker]
-            self._freed(worker, now_ns)
+            self._on_freed(worker, now_ns)
         return self._grants(now_ns)
 
     def wake(self, now_ns: int) -> Sequence[Grant]:
@@ -144,16 +144,16 @@ class Attendance(GroupGenerator, Generic[O]):
 
     def state(self) -> Mapping[str, Any]:
         """All that it knows, as a JSON document."""
-        return self.state_class(**self._known()).model_dump(mode="json")
+        return self.state_class(**self._snapshot()).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what another one knew. Raises ValueError for the state of another generator or other options."""
-        found = self.state_class.model_validate(state)
-        if (found.generator, found.options) != (self.name, self.options.model_dump(mode="json")):
-            raise ValueError(f"this is the state of {found.generator} with {found.options}")
-        self._take(found)
+        restored = self.state_class.model_validate(state)
+        if (restored.generator, restored.options) != (self.name, self.options.model_dump(mode="json")):
+            raise ValueError(f"this is the state of {restored.generator} with {restored.options}")
+        self._take(restored)
 
-    def _known(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
             "generator": self.name,
             "options": self.options.model_dump(mode="json"),
@@ -194,6 +194,6 @@ class Attendance(GroupGenerator, Generic[O]):
             if len(members) > 1:
                 self.running[number] = RunningGroup(number=number, members=members)
                 self._runs_in |= dict.fromkeys(members, number)
-            self._granted(members)
+            self._on_grant(members)
             grants.append(Grant(number, members))
         return grants

@@ -43,7 +43,7 @@ class Lateness:
         self.paces: dict[Worker, Pace] = {}
         self._shortest_ns: int | None = None  # of mean periods; None: to be found again
 
-    def asked(self, worker: Worker, now_ns: int) -> None:
+    def note_ask(self, worker: Worker, now_ns: int) -> None:
         """A worker asks."""
         if not self._threshold:
             return
@@ -68,18 +68,23 @@ class Lateness:
         self.paces.pop(worker, None)
         self._shortest_ns = None
 
-    def is_late(self, worker: Worker, other: Worker) -> bool:
-        """Whether ``worker`` comes later than ``other`` by the threshold, a share of the shortest iteration."""
-        one, two = self.paces.get(worker), self.paces.get(other)
-        if one is None or two is None or one.lag_ns is None or two.lag_ns is None:
+    def is_late(self, worker: Worker, reference: Worker) -> bool:
+        """Whether ``worker`` comes later than ``reference`` by the threshold, a share of the shortest iteration."""
+        worker_pace, reference_pace = self.paces.get(worker), self.paces.get(reference)
+        if (
+            worker_pace is None
+            or reference_pace is None
+            or worker_pace.lag_ns is None
+            or reference_pace.lag_ns is None
+        ):
             return False
         if self._shortest_ns is None:
             self._shortest_ns = min(
                 pace.period_ns for pace in self.paces.values() if pace.period_ns is not None
             )
-        return one.lag_ns - two.lag_ns > self._threshold * self._shortest_ns
+        return worker_pace.lag_ns - reference_pace.lag_ns > self._threshold * self._shortest_ns
 
-    def known(self) -> dict[Worker, Any]:
+    def snapshot(self) -> dict[Worker, Any]:
         """All that it knows, as a JSON document."""
         return {worker: pace.model_dump(mode="json") for worker, pace in sorted(self.paces.items())}
 
@@ -116,7 +121,7 @@ class Mixing:
         """A worker is not there any more."""
         self.recent.pop(worker, None)
 
-    def is_known(self, worker: Worker) -> bool:
+    def has_full_window(self, worker: Worker) -> bool:
         """Whether it was in as many groups as count, so that it would be connected if it ever were."""
         return len(self.recent.get(worker, ())) == self._window
 
@@ -132,8 +137,8 @@ class Parts:
         self._above: dict[Worker, Worker] = {worker: worker for worker in workers}
         for group in groups:
             present = [worker for worker in group if worker in self._above]
-            for one, other in pairwise(present):
-                first, second = sorted((self.of(one), self.of(other)))
+            for left, right in pairwise(present):
+                first, second = sorted((self.of(left), self.of(right)))
                 self._above[second] = first
 
     def of(self, worker: Worker) -> Worker:
@@ -145,8 +150,8 @@ class Parts:
 
     def outside(self, worker: Worker) -> list[Worker]:
         """Those of the other parts, in order."""
-        own = self.of(worker)
-        return [each for each in sorted(self._above) if self.of(each) != own]
+        part = self.of(worker)
+        return [candidate for candidate in sorted(self._above) if self.of(candidate) != part]
 
 
 O = TypeVar("O", bound=MixingOptions)  # noqa: E741
@@ -164,12 +169,12 @@ class QueuedState(State):
     def _somebody_comes(self) -> Self:
         """Groups are of workers that are there, and whoever waits is in one."""
         drawn = {worker for group in self.queue for worker in group}
-        known = set(self.present)
+        present = set(self.present)
         if (
             not all(self.queue)
-            or not drawn <= known
+            or not drawn <= present
             or not {worker for worker, _ in self.waiting} <= drawn
-            or set(self.asks) != known
+            or set(self.asks) != present
         ):
             raise ValueError("a group is of workers that are not there, or one waits for no group")
         return self
@@ -206,13 +211,13 @@ class QueuedGroups(Attendance[O]):
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
         """Count a worker in, with as many requests as the others have in the middle: it is not taken for slow."""
         if worker not in self.present:
-            others = sorted(self.asks.values())
-            self.asks[worker] = others[len(others) // 2] if others else 0
+            counts = sorted(self.asks.values())
+            self.asks[worker] = counts[len(counts) // 2] if counts else 0
         return super().join(worker, now_ns)
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         self.asks[worker] += 1
-        self._lateness.asked(worker, now_ns)
+        self._lateness.note_ask(worker, now_ns)
         if self._has_none(worker):
             drawn = self._bridge(worker) or self._draw(worker)
             self.queue += filter(None, (tuple(sorted(set(group))) for group in drawn))
@@ -220,30 +225,30 @@ class QueuedGroups(Attendance[O]):
 
     def _bridge(self, worker: Worker) -> list[Group]:
         """A pair with one that no group connects ``worker`` with; none where there is none, or only slow ones."""
-        if not self._mixing.is_known(worker):
+        if not self._mixing.has_full_window(worker):
             return []
         parts = self._mixing.parts(self.present, self.queue)
         outside = self._without_slow(worker, parts.outside(worker))
-        return [(worker, self.chance.one(outside))] if outside else []
+        return [(worker, self.chance.pick(outside))] if outside else []
 
-    def _granted(self, members: tuple[Worker, ...]) -> None:
+    def _on_grant(self, members: tuple[Worker, ...]) -> None:
         self._mixing.granted(members)
 
-    def _freed(self, worker: Worker, now_ns: int) -> None:
+    def _on_freed(self, worker: Worker, now_ns: int) -> None:
         self._lateness.freed(worker, now_ns)
 
-    def _left(self, worker: Worker) -> None:
+    def _on_leave(self, worker: Worker) -> None:
         """Groups for which somebody waits go on without a worker that has left; the others nobody knows of."""
         del self.asks[worker]
         self._mixing.left(worker)
         self._lateness.left(worker)
-        awaited = {self._first_of(each) for each in self.waiting}
+        awaited = {self._first_of(member) for member in self.waiting}
         left: list[Group] = []
         for number, group in enumerate(self.queue):
             if worker not in group:
                 left.append(group)
             elif number in awaited:
-                left.append(tuple(each for each in group if each != worker))
+                left.append(tuple(member for member in group if member != worker))
         self.queue = left
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
@@ -262,31 +267,35 @@ class QueuedGroups(Attendance[O]):
     def _has_none(self, worker: Worker) -> bool:
         return all(worker not in group for group in self.queue)
 
-    def _without_slow(self, worker: Worker, others: Iterable[Worker]) -> list[Worker]:
-        """``others`` in order, without ``worker`` itself and those that are slow for it.
+    def _without_slow(self, worker: Worker, candidates: Iterable[Worker]) -> list[Worker]:
+        """``candidates`` in order, without ``worker`` itself and those that are slow for it.
 
         That are those that have asked much less often than it (the slowdown filter) or come late (``lateness``), where
         the options of a rule say so.
         """
-        return [each for each in sorted(others) if each != worker and not self._is_slow_for(worker, each)]
+        return [
+            candidate
+            for candidate in sorted(candidates)
+            if candidate != worker and not self._is_slow_for(worker, candidate)
+        ]
 
-    def _is_slow_for(self, worker: Worker, other: Worker) -> bool:
-        behind = self.asks[worker] - self.asks[other]
+    def _is_slow_for(self, worker: Worker, candidate: Worker) -> bool:
+        behind = self.asks[worker] - self.asks[candidate]
         threshold = self._slowdown_threshold
-        return (threshold > 0 and behind >= threshold) or self._lateness.is_late(other, worker)
+        return (threshold > 0 and behind >= threshold) or self._lateness.is_late(candidate, worker)
 
     def _is_slow(self, worker: Worker) -> bool:
         """Whether a worker is slow for most of the others."""
-        others = [each for each in self.present if each != worker]
-        return 2 * sum(self._is_slow_for(each, worker) for each in others) > len(others)
+        peers = [peer for peer in self.present if peer != worker]
+        return 2 * sum(self._is_slow_for(peer, worker) for peer in peers) > len(peers)
 
-    def _known(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
-            **super()._known(),
+            **super()._snapshot(),
             "queue": tuple(self.queue),
             "asks": dict(sorted(self.asks.items())),
             "recent": dict(self._mixing.recent),
-            "paces": self._lateness.known(),
+            "paces": self._lateness.snapshot(),
         }
 
     def _take(self, state: Any) -> None:

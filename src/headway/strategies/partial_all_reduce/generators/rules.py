@@ -30,8 +30,12 @@ class RandomGroups(QueuedGroups[SizeOptions]):
     name: ClassVar[str] = "random"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = [each for each in sorted(self.present) if each != worker and self._has_none(each)]
-        yield (worker, *self.chance.sample(others, self.options.group_size - 1))
+        candidates = [
+            candidate
+            for candidate in sorted(self.present)
+            if candidate != worker and self._has_none(candidate)
+        ]
+        yield (worker, *self.chance.sample(candidates, self.options.group_size - 1))
 
 
 class Everyone(Attendance[GeneratorOptions]):
@@ -56,10 +60,10 @@ class Pairs(QueuedGroups[PairOptions]):
     name: ClassVar[str] = "pairs"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = sorted(self.present - {worker})
+        candidates = sorted(self.present - {worker})
         if self.options.neighbours == "bipartite":
-            others = [each for each in others if (each - worker) % 2] or others
-        yield (worker, *self.chance.sample(others, 1))
+            candidates = [candidate for candidate in candidates if (candidate - worker) % 2] or candidates
+        yield (worker, *self.chance.sample(candidates, 1))
 
 
 class GlobalDivision(QueuedGroups[DrawingOptions]):
@@ -72,10 +76,10 @@ class GlobalDivision(QueuedGroups[DrawingOptions]):
 
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
         size = self.options.group_size
-        others = self._without_slow(worker, self.present)
-        without = [each for each in others if self._has_none(each)]
+        candidates = self._without_slow(worker, self.present)
+        without = [candidate for candidate in candidates if self._has_none(candidate)]
         if not without:
-            return [(worker, *self.chance.sample(others, size - 1))]
+            return [(worker, *self.chance.sample(candidates, size - 1))]
         return divided(self.chance.sample((worker, *without), len(without) + 1), size)
 
 
@@ -85,8 +89,8 @@ class GroupBuffer(QueuedGroups[DrawingOptions]):
     name: ClassVar[str] = "group-buffer"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = self._without_slow(worker, self.present)
-        yield (worker, *self.chance.sample(others, self.options.group_size - 1))
+        candidates = self._without_slow(worker, self.present)
+        yield (worker, *self.chance.sample(candidates, self.options.group_size - 1))
 
 
 class InterIntra(QueuedGroups[DrawingOptions]):
@@ -103,18 +107,18 @@ class InterIntra(QueuedGroups[DrawingOptions]):
     name: ClassVar[str] = "inter-intra"
 
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
-        others = self._without_slow(worker, self.present)
+        candidates = self._without_slow(worker, self.present)
         if self._is_slow(worker):
-            return [self._one_group(worker, others)]
-        hosts = self._by_host([worker, *others])
-        without = self._by_host([worker, *filter(self._has_none, others)])
+            return [self._one_group(worker, candidates)]
+        hosts = self._by_host([worker, *candidates])
+        without = self._by_host([worker, *filter(self._has_none, candidates)])
         if len(hosts) == 1:
             return hosts.values()
         return self._two_rounds(hosts, without)
 
-    def _one_group(self, worker: Worker, others: list[Worker]) -> Iterable[Worker]:
-        near = [each for each in others if self._host_of(each) == self._host_of(worker)]
-        return [worker, *(near or self.chance.sample(others, self.options.group_size - 1))]
+    def _one_group(self, worker: Worker, candidates: list[Worker]) -> Iterable[Worker]:
+        near = [candidate for candidate in candidates if self._host_of(candidate) == self._host_of(worker)]
+        return [worker, *(near or self.chance.sample(candidates, self.options.group_size - 1))]
 
     def _two_rounds(
         self, hosts: Mapping[str, list[Worker]], without: Mapping[str, list[Worker]]
@@ -122,17 +126,17 @@ class InterIntra(QueuedGroups[DrawingOptions]):
         meeting = list(without)
         if len(meeting) == 1:
             meeting += self.chance.sample((host for host in hosts if host not in without), 1)
-        heads = {host: self.chance.one(without.get(host, hosts[host])) for host in meeting}
+        heads = {host: self.chance.pick(without.get(host, hosts[host])) for host in meeting}
         yield from divided(self.chance.sample(heads.values(), len(heads)), self.options.group_size)
         for host, workers in without.items():
             yield [worker for worker in workers if worker != heads[host]]
         yield from (hosts[host] for host in without if len(hosts[host]) > 1)
 
     def _by_host(self, workers: Iterable[Worker]) -> dict[str, list[Worker]]:
-        found: dict[str, list[Worker]] = {}
+        by_host: dict[str, list[Worker]] = {}
         for worker in sorted(workers):
-            found.setdefault(self._host_of(worker), []).append(worker)
-        return dict(sorted(found.items()))
+            by_host.setdefault(self._host_of(worker), []).append(worker)
+        return dict(sorted(by_host.items()))
 
     def _host_of(self, worker: Worker) -> str:
         return self.hosts.get(worker, f"\0{worker}")
@@ -186,16 +190,16 @@ class FirstCome(Attendance[FirstComeOptions]):
         candidates = self._candidates()
         return self.waiting[candidates[0]] + self.deadline_ns if candidates else None
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         if self._last_ask_ns is not None:
             gap_ns, mean_ns = now_ns - self._last_ask_ns, self._mean_gap_ns
             self._mean_gap_ns = gap_ns if mean_ns is None else mean_ns + (gap_ns - mean_ns) // SMOOTHING
         self._last_ask_ns = now_ns
 
-    def _left(self, worker: Worker) -> None:
+    def _on_leave(self, worker: Worker) -> None:
         self._mixing.left(worker)
 
-    def _granted(self, members: tuple[Worker, ...]) -> None:
+    def _on_grant(self, members: tuple[Worker, ...]) -> None:
         self._mixing.granted(members)
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
@@ -209,10 +213,10 @@ class FirstCome(Attendance[FirstComeOptions]):
     def _candidates(self) -> list[Worker]:
         """Who waits for a group, the first to come first, without the one that waits for another part."""
         ready = list(filter(self._is_ready, self.waiting))
-        if not ready or not self._mixing.is_known(ready[0]):
+        if not ready or not self._mixing.has_full_window(ready[0]):
             return ready
         outside = self._mixing.parts(self.present).outside(ready[0])
-        if not outside or any(each in ready for each in outside):
+        if not outside or any(worker in ready for worker in outside):
             return ready
         return ready[1:]
 
@@ -221,15 +225,15 @@ class FirstCome(Attendance[FirstComeOptions]):
         parts = self._mixing.parts(self.present)
         chosen, left = [candidates[0]], list(candidates[1:])
         while left and len(chosen) < self.options.group_size:
-            inside = {parts.of(each) for each in chosen}
-            other = next((each for each in left if parts.of(each) not in inside), left[0])
-            left.remove(other)
-            chosen.append(other)
+            inside = {parts.of(worker) for worker in chosen}
+            following = next((worker for worker in left if parts.of(worker) not in inside), left[0])
+            left.remove(following)
+            chosen.append(following)
         return chosen
 
-    def _known(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
-            **super()._known(),
+            **super()._snapshot(),
             "last_ask_ns": self._last_ask_ns,
             "mean_gap_ns": self._mean_gap_ns,
             "recent": dict(self._mixing.recent),
@@ -241,7 +245,7 @@ class FirstCome(Attendance[FirstComeOptions]):
         self._mixing.recent = dict(state.recent)
 
 
-_KNOWN: Mapping[str, tuple[type[Attendance[Any]], type[GeneratorOptions]]] = MappingProxyType(
+GENERATORS: Mapping[str, tuple[type[Attendance[Any]], type[GeneratorOptions]]] = MappingProxyType(
     {
         FirstCome.name: (FirstCome, FirstComeOptions),
         GlobalDivision.name: (GlobalDivision, DrawingOptions),
@@ -256,14 +260,16 @@ _KNOWN: Mapping[str, tuple[type[Attendance[Any]], type[GeneratorOptions]]] = Map
 
 def names() -> tuple[str, ...]:
     """The names of all generators."""
-    return tuple(_KNOWN)
+    return tuple(GENERATORS)
 
 
 def options_of(name: str, options: Mapping[str, Any]) -> GeneratorOptions:
     """``options`` as those of the generator ``name``, with defaults. Raises PlanError for what it does not know."""
-    if name not in _KNOWN:
-        raise PlanError("there is no such generator of groups", got=repr(name), expected=" or ".join(_KNOWN))
-    return files.validate(dict(options), _KNOWN[name][1], PlanError, f"groups {name}")
+    if name not in GENERATORS:
+        raise PlanError(
+            "there is no such generator of groups", got=repr(name), expected=" or ".join(GENERATORS)
+        )
+    return files.validate(dict(options), GENERATORS[name][1], PlanError, f"groups {name}")
 
 
 def generator_of(
@@ -274,4 +280,4 @@ def generator_of(
     A worker that is not in ``hosts`` is taken to be on a host of its own. Raises PlanError as ``options_of`` does.
     """
     validated = options_of(name, options)
-    return _KNOWN[name][0](validated, hosts, seed)
+    return GENERATORS[name][0](validated, hosts, seed)
