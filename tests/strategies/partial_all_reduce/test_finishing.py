@@ -85,7 +85,7 @@ def test_who_comes_when_the_others_are_gone_keeps_its_own_and_is_told() -> None:
     with ThreadPoolExecutor(2) as threads:
         ends = [each.result() for each in [threads.submit(worker.finish, limit_s) for worker in workers[1:]]]
     assert [value for value, _ in ends] == [1.5, 1.5]
-    with pytest.raises(CommunicationError, match="worker 0: the others ended without this worker"):
+    with pytest.raises(CommunicationError, match="worker 0: the others finished without this worker"):
         workers[0].finish()
 
 

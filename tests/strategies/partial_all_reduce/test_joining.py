@@ -64,7 +64,7 @@ def test_a_worker_takes_over_all_but_hyper_parameters() -> None:
         assert all(
             torch.equal(optimizer.state[theirs][key], adam.state[mine][key]) for key in adam.state[mine]
         )
-    with pytest.raises(UserError, match="another optimizer"):
+    with pytest.raises(UserError, match="different optimizer"):
         take_over_moments(state, own, torch.optim.SGD(own.parameters(), lr=0.1))
 
 

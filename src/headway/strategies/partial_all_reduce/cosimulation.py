@@ -1,4 +1,4 @@
-"""Decentralised training simulated: the generator that serves a live job decides while the simulation runs."""
+"""Simulates partial all-reduce: the generator that serves live jobs forms groups while the simulation runs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ from headway.strategies.partial_all_reduce.matrices import Consensus, iterations
 
 @dataclass(frozen=True)
 class Scenario:
-    """Times are nanoseconds from the start.
+    """Time span and random events of a simulation. Times are nanoseconds from the start.
 
-    What happens until ``from_ns`` is a warm-up; nothing is simulated from ``until_ns`` on. ``deaths`` and ``joins``
-    are (time, rank): a rank that joins first is not there from the start; one may join again after its death. Every
-    iteration takes, with the probability ``slow_share``, ``slow_factor`` times as long, and a share of up to ``jitter``
-    more or less, by ``seed``.
+    The time before ``from_ns`` is a warm-up, and the simulation ends at ``until_ns``. ``deaths`` and ``joins`` are
+    (time, rank): a rank whose first event is a join is absent at first; ranks may rejoin after dying. With probability
+    ``slow_share`` an iteration takes ``slow_factor`` times as long, and each varies by a share of up to ``jitter``.
     """
 
     until_ns: int
@@ -50,50 +49,50 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if not 0 <= self.from_ns < self.until_ns:
-            raise ValueError(f"no time lies between {self.from_ns} ns and {self.until_ns} ns")
+            raise ValueError(f"expected 0 <= from_ns < until_ns, got {self.from_ns} and {self.until_ns}")
         if any(time_ns < 1 for time_ns, _ in (*self.deaths, *self.joins)):
-            raise ValueError("ranks die and join after the start")
+            raise ValueError("deaths and joins must be after the start")
         if (rank := self._incidents.twice()) is not None:
-            raise ValueError(f"rank {rank} dies or joins twice, one time after the other")
+            raise ValueError(f"rank {rank} dies or joins twice in a row")
 
     @property
     def _incidents(self) -> Incidents:
         return Incidents(deaths=tuple(self.deaths), joins=tuple(self.joins))
 
     def absent_first(self, rank: int) -> bool:
-        """Whether a rank is not there from the start: the first that happens to it is that it joins."""
+        """Whether a rank is absent at the start, because its first event is a join."""
         happens = self._incidents.of(rank)
         return bool(happens) and happens[0][1]
 
     def factor(self, rank: int, iteration: int) -> float:
-        """How many times as long as usual an iteration of a rank takes."""
+        """Return the slowdown of an iteration of a rank."""
         slow = slowed(self.slow_share, self.slow_factor, self.seed, rank, iteration)
         return slow * jittered(self.jitter, self.seed, rank, iteration)
 
 
 @dataclass(frozen=True)
 class Iterations:
-    """What each rank computes: its steps one after the other, again and again.
+    """Computation of each rank: its steps, repeated in order.
 
-    ``steps[rank][position]`` are the parts of a step and their times (ns), without any communication.
+    ``steps[rank][position]`` are the parts of a step and their times (ns), without communication.
     """
 
     steps: Sequence[Sequence[Sequence[tuple[str, int]]]]
     scenario: Scenario
-    factors: Mapping[int, float] = field(default_factory=dict)  # of single ranks, besides
+    factors: Mapping[int, float] = field(default_factory=dict)  # additional slowdown by rank
 
     def of(self, rank: int, iteration: int) -> Sequence[tuple[str, int]]:
-        """The parts of an iteration, in order."""
+        """Return the parts of an iteration and their times (ns), in order."""
         steps = self.steps[rank]
         factor = self.scenario.factor(rank, iteration) * self.factors.get(rank, 1.0)
         return [(part, round(time_ns * factor)) for part, time_ns in steps[iteration % len(steps)]]
 
 
 def parts_of(timeline: Timeline) -> tuple[tuple[str, int], ...]:
-    """What a rank computes in a step that communicates nothing until its end.
+    """Return the computation of a step that communicates only at its end.
 
-    The collectives of the recorded strategy are not there, and so neither is what it did with their results; nor are
-    those of the script itself, such as the average of a loss: they would bring ranks together at every step.
+    Collectives of the recorded strategy and the work on their results are dropped. So are the script's own collectives,
+    such as averaging a loss, which would synchronise all ranks in every step.
     """
     parts: list[tuple[str, int]] = []
     optimizer_ns = timeline.optimizer_ns
@@ -114,13 +113,13 @@ def parts_of(timeline: Timeline) -> tuple[tuple[str, int], ...]:
 
 
 class ScheduledState(State):
-    """What it knows: the round that each worker asked for last, -1 for none."""
+    """State of ``ScheduledGroups``: the last round that each worker asked for, -1 for none."""
 
     rounds: tuple[int, ...]
 
 
 class ScheduledGroups(Attendance[GeneratorOptions]):
-    """The groups of a ``GroupSchedule``, each in the round in which its members are. Nobody may leave.
+    """Generator that follows a ``GroupSchedule``; workers cannot leave.
 
     Live ranks know the schedule and need no coordinator.
     """
@@ -158,7 +157,7 @@ ASKS, IS_DONE, WAKES, HAPPENS = "asks", "group is done", "wakes", "happens"
 
 
 def generator_for(schedule: GroupSchedule | CoordinatedGroups, cluster: Cluster) -> GroupGenerator:
-    """What forms groups: the class that the live coordinator asks, or the fixed schedule."""
+    """Return the generator of the live coordinator, or one that follows a fixed schedule."""
     hosts = {rank: cluster.hosts[host].name for rank, host in enumerate(cluster.host_of_rank)}
     if isinstance(schedule, GroupSchedule):
         return ScheduledGroups(schedule, hosts)
@@ -167,17 +166,17 @@ def generator_for(schedule: GroupSchedule | CoordinatedGroups, cluster: Cluster)
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank, in the life that it has now. ``finished`` counts iterations over all of its lives."""
+    """State of a rank. ``life`` counts joins and deaths; ``finished`` counts iterations over all lives."""
 
     life: int = 0
     is_there: bool = False
     finished: int = 0
     cursor: RankCursor | None = None  # lays out what comes next
-    stands: Decision | None = None  # where its main thread stands still
+    stands: Decision | None = None  # where its main thread waits
     since_ns: int = 0  # since the end of its iteration
-    request: Decision | None = None  # where it asked for the group that it waits for, or is in
+    request: Decision | None = None  # where it asked for its current group
     request_ns: int = 0
-    has_mean: bool = False  # that it has not handed down
+    has_mean: bool = False  # not yet broadcast to the ranks of its host
 
 
 @dataclass(slots=True)
@@ -191,16 +190,16 @@ class _Group:
 
 
 class CoSimulation:
-    """Lays out iterations and groups as they come: the ``Decider`` of one simulation, to be played once.
+    """Lays out iterations and groups as they occur: the ``Decider`` of one simulation, to be played once.
 
-    A rank computes an iteration and asks for a group; with ``staleness`` 0 it stands until the group has averaged, with
-    1 it computes the next iteration meanwhile and stands before it would ask again. A group all-reduces ``size_bytes``
-    and is done when all of its members have finished: they vote on whether all hold the mean. To ask, to be granted and
-    to vote take a message between hosts each, unless the schedule is fixed. A group of which a member dies ends when it
-    would have, and nobody takes the mean over. Ranks that join have the model at once.
+    A rank computes an iteration and asks for a group. With ``staleness`` 0 it waits until the group has averaged; with
+    1 it computes the next iteration meanwhile and waits before asking again. A group all-reduces ``size_bytes`` and ends
+    when all members have finished and voted. Asking, granting and voting take one message between hosts each, unless the
+    schedule is fixed. If a member dies, its group ends at the same time but discards the mean. Joining ranks receive
+    the model instantly.
 
-    Where hosts are the workers, ``cluster`` has a rank for each, and a host that has taken a mean stands for its
-    ``hand_down_ns`` until its other ranks have it: before it goes on, or with ``staleness`` 1 before it asks again.
+    If hosts are the workers, ``cluster`` has one rank per host. A host that has applied a mean waits ``hand_down_ns``
+    while it broadcasts to its other ranks: before continuing, or with ``staleness`` 1 before asking again.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class CoSimulation:
     ) -> None:
         if isinstance(schedule, GroupSchedule) and (iterations.scenario.deaths or iterations.scenario.joins):
             raise UnsupportedError(
-                "groups that are fixed cannot go on without a rank", got="ranks that die or join",
-                fix="Let a generator form groups, such as first-come.",
+                "static groups cannot continue when ranks die or join", got="deaths or joins",
+                fix="Use a generator, such as groups=first-come.",
             )  # fmt: skip
         self._iterations, self._size_bytes, self._staleness = iterations, size_bytes, staleness
         self._hand_down_ns = hand_down_ns or [0] * cluster.world_size
@@ -277,13 +276,13 @@ class CoSimulation:
         )
 
     def selection(self, members: Sequence[int]) -> Selection:
-        """How a group all-reduces: over connections of Gloo's, whatever the library (``contexts``)."""
+        """Return the all-reduce of a group: over Gloo connections, whatever the library of the job."""
         return native(ALL_REDUCE, self._size_bytes, len(members))
 
     # The decider.
 
     def decide(self, now_ns: int, decisions: Sequence[Decision]) -> None:
-        """Tell the generator what has happened, and begin what it grants."""
+        """Pass events to the generator and start the groups that it grants."""
         for decision in decisions:
             if decision.name == IS_DONE:
                 self._member_is_done(decision, now_ns)
@@ -352,7 +351,7 @@ class CoSimulation:
             self._handed_down(rank, now_ns, self._ask)
 
     def _handed_down(self, rank: int, now_ns: int, then: Callable[[int, int], None]) -> None:
-        """Have a host that has taken a mean hand it down before ``then``."""
+        """Call ``then`` after a host has broadcast a new mean to its ranks."""
         state = self._ranks[rank]
         taken_ns = self._hand_down_ns[rank] if state.has_mean else 0
         state.has_mean = False
@@ -387,7 +386,7 @@ class CoSimulation:
         self._standing_ns[rank] += max(0, now_ns - since_ns)
 
     def _released(self, rank: int, now_ns: int) -> None:
-        """The group of a rank is over: it goes on, or asks for the next if it has been waiting to."""
+        """Continue after the end of a rank's group, or ask for the next group if the rank waits to."""
         state = self._ranks[rank]
         state.request = None
         if state.stands is None:
@@ -415,7 +414,7 @@ class CoSimulation:
                 self._average(rank, grant)
 
     def _average(self, rank: int, grant: Grant) -> None:
-        """Lay out a member's part of a group: on its main thread, or apart from it."""
+        """Lay out a member's part of a group, on its main thread or beside it."""
         state = self._ranks[rank]
         assert state.request is not None
         assert state.cursor is not None
@@ -437,7 +436,7 @@ class CoSimulation:
             state.stands = decision
 
     def _delay(self, cursor: RankCursor, time_ns: int) -> None:
-        """A while in which nothing of this rank happens, after all that the cursor waits for."""
+        """Add a delay after everything that the cursor waits for."""
         if time_ns:
             ends = [self.graph.communications[number].end_of(cursor.rank) for number in cursor.pending]
             cursor.pending.clear()

@@ -1,4 +1,4 @@
-"""The ranks of one host that are a worker together: the first one averages, the others take over what came of it."""
+"""Ranks of one host that act as one worker: the leader averages, the followers receive its result."""
 
 from __future__ import annotations
 
@@ -25,18 +25,11 @@ from headway.strategies.partial_all_reduce.finishing import Finished
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.runtime import JOIN_LIMIT_S, PartialAllReduce
 
-DIGEST_DIGITS = 15  # of hexadecimal ones: what an int64 holds
-
-
-# Handing down: what the first rank of a host ends a step with becomes what the host's other ranks hold.
-#
-# After each step of the optimizer the first rank says a word in a tensor of five numbers, which all others wait for. If
-# its averaging has changed the model, the values follow, as they are now: so all ranks of a host hold the same bits,
-# however late a mean is taken and whatever became of a round.
+DIGEST_DIGITS = 15  # hexadecimal digits that fit an int64
 
 
 class HostEvent(enum.IntEnum):
-    """What the first rank has done: ``FAILED`` in the place of any other."""
+    """What the leader has done; ``FAILED`` can replace any other event."""
 
     JOINED = 1
     STEPPED = 2
@@ -47,9 +40,9 @@ class HostEvent(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What the first rank said: how many steps it has made, and whether all hosts have one model now.
+    """Report of the leader: its number of steps, and whether all hosts hold the same model now.
 
-    ``numbers`` go with the word: of JOINED which parameters have been averaged, of FINISHED which workers' models.
+    ``numbers`` belong to the event: averaged parameters for JOINED, workers in the final mean for FINISHED.
     """
 
     iteration: int
@@ -58,9 +51,11 @@ class HostReport:
 
 
 class HostBroadcast:
-    """One rank's side of it, in ``group``, the ranks of its host. ``device`` is that of the model.
+    """Broadcasts the leader's model to the ranks of its host, ``group``, on ``device``.
 
-    All raise CommunicationError where a rank of the host is lost, within the time limit of ``group``.
+    After each optimizer step the leader broadcasts an event as five integers, and all others wait for it. If averaging
+    changed the model, its current values follow, so all ranks of a host hold the same bits, whenever a mean is applied.
+    All methods raise CommunicationError within the time limit of ``group`` if a rank of the host is lost.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -73,14 +68,14 @@ class HostBroadcast:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the host's first."""
+        """Whether this rank is the leader of its host."""
         return dist.get_rank() == self._ranks[0]
 
     def tell(
         self, word: HostEvent, iteration: int, layout: Layout | None = None, *, is_common: bool = False,
         numbers: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Say to the others of the host what was done, and give them the values of ``layout`` if it has changed."""
+        """Broadcast an event, and the values of ``layout`` if they have changed."""
         if len(self._ranks) == 1:
             return
         digest = 0 if layout is None else _short(layout)
@@ -93,19 +88,19 @@ class HostBroadcast:
             self._broadcast(flat)
 
     def hear(self, word: HostEvent, layout: Callable[[], Layout], iteration: int | None = None) -> HostReport:
-        """Wait until the first rank has done ``word``, and take over the values that it gives, if it gives any.
+        """Wait for the leader's event, which must be ``word``, and write the values that it sends, if any.
 
-        ``iteration`` is how many steps this rank has made. Raises UserError where the first rank does something else,
-        has made another number of steps, or averages other tensors.
+        ``iteration`` is this rank's number of steps. Raises UserError if the leader sends another event, has made a
+        different number of steps, or averages other tensors.
         """
         received, steps, is_common, digest, count = self._heard(5)
         if received == HostEvent.FAILED:
             raise CommunicationError(
-                f"rank {dist.get_rank()}: rank {self._ranks[0]}, which averages for this host, failed; it says why"
+                f"rank {dist.get_rank()}: rank {self._ranks[0]}, which averages for this host, failed. See its error"
             )
         if received != word or iteration not in (None, steps):
             raise UserError(
-                "ranks of one host do not do the same",
+                "ranks of one host are out of step",
                 got=f"rank {self._ranks[0]} {HostEvent(received).name.lower()} after {steps} steps, "
                 f"rank {dist.get_rank()} {word.name.lower()} after {iteration}",
                 expected="the same steps on all ranks of a host, as under DistributedDataParallel",
@@ -125,7 +120,7 @@ class HostBroadcast:
 
     @contextmanager
     def failure_told(self) -> Iterator[None]:
-        """Where the block raises, the others of the host are told, and need not wait for their time limit."""
+        """Tell the other ranks of the host if the block raises, so that they need not wait for their time limit."""
         self._failing += 1
         try:
             yield
@@ -138,7 +133,7 @@ class HostBroadcast:
             self._failing -= 1
 
     def agree(self, number: int) -> bool:
-        """Whether all ranks of the host have come with the same ``number``."""
+        """Whether all ranks of the host passed the same ``number``."""
         extremes = torch.tensor([number, -number], device=self._wiring.messages)
         with self._lost_if_it_fails():
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
@@ -173,8 +168,8 @@ class HostBroadcast:
             self._is_lost = True
             peers = ", ".join(str(rank) for rank in self._ranks if rank != dist.get_rank())
             raise CommunicationError(
-                f"rank {dist.get_rank()}: of the other ranks of its host ({peers}) one is lost, and the host cannot "
-                f"go on without it; other hosts do: {one_line(str(error), 150)}"
+                f"rank {dist.get_rank()}: lost one of the other ranks of this host ({peers}), which cannot continue "
+                f"without it; other hosts continue: {one_line(str(error), 150)}"
             ) from error
 
 
@@ -186,7 +181,7 @@ BUFFERS: Policy = "averaged"
 
 
 class HostLeader(PartialAllReduce):
-    """The worker of a host of several ranks: it hands down what comes of each step, and of ``flush`` and ``finish``."""
+    """First rank of a host and its worker: broadcasts the model after each step, ``flush`` and ``finish``."""
 
     is_called: ClassVar[bool] = False
 
@@ -199,7 +194,7 @@ class HostLeader(PartialAllReduce):
 
     @property
     def is_common(self) -> bool:
-        """Whether all hosts have the same model."""
+        """Whether all hosts hold the same model."""
         last = self.last_round
         if last is None:
             return not self.iteration
@@ -207,7 +202,7 @@ class HostLeader(PartialAllReduce):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The model's, once it is known."""
+        """The model's optimizer, once known."""
         return self._stepping.optimizer
 
     def flush(self) -> None:
@@ -227,7 +222,7 @@ class HostLeader(PartialAllReduce):
         return finished
 
     def tell_joined(self) -> None:
-        """Let the other ranks of the host go on: this one has joined the job."""
+        """Tell the other ranks of the host that this one has joined the job."""
         self._down.tell(HostEvent.JOINED, self.iteration, numbers=numbers_of(self.module, self._earlier))
 
     def _after_step(self) -> None:
@@ -242,7 +237,7 @@ class HostLeader(PartialAllReduce):
 
 
 class HostFollower:
-    """Another rank of a host: after each step it holds what the first one does."""
+    """Any other rank of a host: receives the leader's model after each step."""
 
     def __init__(
         self, module: nn.Module, optimizer: Optimizer | None, *, down: HostBroadcast, moments: Policy
@@ -266,28 +261,28 @@ class HostFollower:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The model's, once it is known."""
+        """The model's optimizer, once known."""
         return self._stepping.optimizer
 
     def joined(self) -> None:
-        """Wait until the first rank has joined the job."""
+        """Wait until the leader has joined the job."""
         report = self._down.hear(HostEvent.JOINED, self._layout)
         self.iteration = report.iteration
         self._earlier = set(named(self.module, report.numbers))
 
     def changes(self) -> None:
-        """Nobody takes this rank's state."""
+        """Do nothing: no worker copies this rank's state."""
 
     def updated_by(self, optimizer: Optimizer) -> None:
         """As of ``PartialAllReduce``."""
         self._stepping.bind_once(optimizer)
 
     def flush(self) -> None:
-        """Take over what the first rank finishes."""
+        """Receive the result of the leader's ``flush``."""
         self._heard(self._down.hear(HostEvent.FLUSHED, self._layout, self.iteration))
 
     def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
-        """Take over the final model. ``source`` and ``timeout_s`` are the first rank's matter."""
+        """Receive the final model. ``source`` and ``timeout_s`` concern only the leader."""
         del source, timeout_s
         self._refuse_closed()
         self.flush()
@@ -319,7 +314,7 @@ class HostFollower:
 
     def _after_step(self) -> None:
         self.iteration += 1
-        self._layout()  # notes, as the first rank does after each step, what is averaged from now on
+        self._layout()  # records which parameters are averaged, as the leader does
         self._heard(self._down.hear(HostEvent.STEPPED, self._layout, self.iteration))
 
     def _heard(self, report: HostReport) -> None:
@@ -335,22 +330,22 @@ class HostFollower:
     def _refuse_closed(self) -> None:
         if self.is_closed:
             raise UnsupportedError(
-                "the model has finished or was closed", fix="Train its .module, or wrap that again."
+                "the model is closed or has finished", fix="Train its .module, or wrap that again."
             )
 
 
 def numbers_of(module: nn.Module, names: Collection[str]) -> list[int]:
-    """Parameters as their places among all of ``module``."""
+    """Return the positions of the parameters ``names`` in ``module``."""
     return [number for number, (name, _) in enumerate(module.named_parameters()) if name in names]
 
 
 def named(module: nn.Module, numbers: Collection[int]) -> list[str]:
-    """The names of those parameters."""
+    """Return the names of the parameters at positions ``numbers``."""
     return [name for number, (name, _) in enumerate(module.named_parameters()) if number in numbers]
 
 
 def check_same(rank: HostLeader | HostFollower, down: HostBroadcast) -> None:
-    """Raise UserError on all ranks of a host where they were not restored from the same state."""
+    """Raise UserError on all ranks of a host if they were restored from different states."""
     state = [] if rank.optimizer is None else [rank.optimizer.state[key] for key in rank.optimizer.state]
     moments = [value for values in state for value in values.values() if hasattr(value, "element_size")]
     tensors = [

@@ -1,4 +1,4 @@
-"""HostDataParallel: DistributedDataParallel within a host, partial all-reduce across hosts, as a plan decides it."""
+"""HostDataParallel: DistributedDataParallel within hosts, partial all-reduce across hosts."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ from headway.strategies.partial_all_reduce.runtime import (
 from headway.strategies.partial_all_reduce.wrapper import FIX, check_options
 
 OWN = ("process_group", "init_sync")
-"""Options of DistributedDataParallel that are decided here."""
+"""Options of DistributedDataParallel that this wrapper sets itself."""
 
 
 class HostDataParallel(DistributedDataParallel):
-    """What ``DistributedDataParallel(module, **given)`` becomes under partial all-reduce with ``within_hosts``.
+    """Replaces ``DistributedDataParallel(module, **ddp_options)`` under partial all-reduce with ``within_hosts``.
 
-    The ranks of a host are one worker: a DistributedDataParallel over them, with all that it does about gradients
-    (``no_sync()``, clipping, a ``GradScaler``, hooks) and buffers. After each ``optimizer.step()`` the host's first
-    rank averages its parameters with those of other hosts, and hands down what came of it: all ranks of a host hold the
-    same parameters, to the bit. Ranks are on one host where they have one host name and address, or as the plan says
-    (``hosts``). Where all are on one, this is DistributedDataParallel, with a warning.
+    The ranks of a host are one worker: a DistributedDataParallel over them, with all its handling of gradients
+    (``no_sync()``, clipping, ``GradScaler``, hooks) and buffers. After each ``optimizer.step()`` the first rank of a host
+    averages its parameters with those of other hosts and broadcasts the result, so all ranks of a host hold bitwise the
+    same parameters. Ranks are on the same host if they share host name and address, or according to ``hosts`` in the
+    plan. If all are on one host, this is DistributedDataParallel, with a warning.
 
-    ``flush``, ``finish``, ``checkpoint`` and ``restore`` are called on all ranks of a host. Raises as
-    ``PartialDataParallel`` does; where a rank is lost, the others of its host raise, and other hosts go on.
+    Call ``flush``, ``finish``, ``checkpoint`` and ``restore`` on all ranks of a host. Raises as ``PartialDataParallel``
+    does; if a rank is lost, the others of its host raise, and other hosts continue.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class HostDataParallel(DistributedDataParallel):
             )  # fmt: skip
         elif dist.get_rank() == 0:
             warnings.warn(
-                f"all {dist.get_world_size()} ranks are on one host, so this plan averages nothing: they train under "
-                "DistributedDataParallel. Hosts are told apart by name and address, or by the plan's hosts",
+                f"this plan averages nothing: all {dist.get_world_size()} ranks are on one host and train under "
+                "DistributedDataParallel. Hosts are identified by name and address, or by hosts in the plan",
                 HeadwayWarning,
                 stacklevel=2,
             )
@@ -113,23 +113,23 @@ class HostDataParallel(DistributedDataParallel):
 
     @property
     def worker(self) -> HostLeader | HostFollower | None:
-        """This rank's side of averaging; None where there is one host."""
+        """This rank's leader or follower; None if there is only one host."""
         worker: HostLeader | HostFollower | None = self.__dict__.get("_worker")
         return worker
 
     @property
     def iteration(self) -> int:
-        """How many steps this rank has made; 0 where there is one host."""
+        """Number of steps that this rank has made; 0 if there is only one host."""
         return 0 if self.worker is None else self.worker.iteration
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has finished, or was closed."""
+        """Whether training has finished or the wrapper was closed."""
         return self.worker is not None and self.worker.is_closed
 
     @property
     def last_round(self) -> Round | None:
-        """On the first rank of a host: the last round that ended with a group's mean."""
+        """The last round that applied a group's mean, on the first rank of a host."""
         return self.worker.last_round if isinstance(self.worker, HostLeader) else None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -144,12 +144,12 @@ class HostDataParallel(DistributedDataParallel):
             self.worker.updated_by(optimizer)
 
     def flush(self) -> None:
-        """Finish the averaging in flight, so that the parameters are what the next step would begin with."""
+        """Complete the averaging in flight, so that parameters are those with which the next step begins."""
         if self.worker is not None:
             self.worker.flush()
 
     def finish(self, source: int | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
-        """As of ``PartialAllReduce``, whose workers are hosts: all ranks end with the mean over hosts, to the bit."""
+        """End with the mean over hosts, bitwise equal on all ranks; see ``PartialAllReduce.finish``."""
         if self.worker is None:
             return Finished((0,), 0)
         try:
@@ -158,51 +158,51 @@ class HostDataParallel(DistributedDataParallel):
             self._unfinished.over()
 
     def checkpoint(self) -> dict[str, Any]:
-        """This rank's model, optimizer, iteration and random numbers: but for the last, those of its host."""
+        """Return model, optimizer and iteration of the host, and this rank's random state."""
         if self.worker is None:
             raise UnsupportedError(
-                "there is one host, and nothing averages", fix="Save state_dict() instead."
+                "no worker checkpoint exists: all ranks are on one host", fix="Save state_dict() instead."
             )
         with self._unfinished.expected():
             return self.worker.checkpoint()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``checkpoint()``: of this rank, or of another one of its host. On all ranks of a host.
+        """Restore ``checkpoint()`` of this rank or another rank of its host. Call it on all ranks of a host.
 
-        Raises UserError where it is no checkpoint of this model, or not the same on all of them.
+        Raises UserError if it is not a checkpoint of this model, or differs among the ranks.
         """
         if self.worker is None:
             raise UnsupportedError(
-                "there is one host, and nothing averages", fix="Load a state_dict() instead."
+                "no worker checkpoint exists: all ranks are on one host", fix="Load a state_dict() instead."
             )
         self.worker.restore(state)
         check_same(self.worker, self._down)
 
     def close(self, *, leave: bool = True) -> None:
-        """Leave the job; the model stays this host's own, or the one that ``finish`` gave it."""
+        """Leave the job and keep the current model."""
         if self.worker is not None:
             self._unfinished.over()
             self.worker.close(leave=leave)
 
     def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Refused: the ranks of a host average as one. Raises UnsupportedError."""
+        """Raise UnsupportedError: the ranks of a host average as one worker."""
         raise UnsupportedError(
-            "join() is not supported by within_hosts: ranks of a host make the same steps", fix=FIX
+            "join() is not supported with within_hosts: all ranks of a host must make the same steps", fix=FIX
         )
 
     def join_hook(self, **_options: Any) -> NoReturn:
-        """Refused, as ``join``. Raises UnsupportedError."""
+        """Raise UnsupportedError, as ``join``."""
         self.join()
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refused: averaging is no part of a graph. Raises UnsupportedError."""
+        """Raise UnsupportedError: averaging cannot be compiled."""
         raise UnsupportedError(
-            "a model that is averaged cannot be compiled as a whole", got="compile() of the wrapper",
-            fix="Compile with model = torch.compile(model) before wrapping.",
+            "an averaged model cannot be compiled as a whole", got="compile() of the wrapper",
+            fix="Call model = torch.compile(model) before wrapping.",
         )  # fmt: skip
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """A copy is an ordinary DistributedDataParallel, and no other worker."""
+        """Copy as an ordinary DistributedDataParallel, which is not another worker."""
         return torch_private.reduced_to_stock(self)
 
 
@@ -214,7 +214,7 @@ def _hosts(meeting: Meeting, module: nn.Module, strategy: PartialAllReduceStrate
 
 
 def _group_of_host(hosts: Hosts) -> dist.ProcessGroup:
-    """A process group of this rank's host. Every rank makes those of all."""
+    """Return the process group of this rank's host. Every rank creates the groups of all hosts."""
     world = existing_group(None)
     timeout = torch_private.group_timeout(world)
     groups = [dist.new_group(list(ranks), timeout, group_desc="headway host") for ranks in hosts.ranks]
@@ -227,7 +227,7 @@ def _worker(
     meeting: Meeting, module: nn.Module, optimizer: Optimizer | None, strategy: PartialAllReduceStrategy,
     hosts: Hosts, down: HostBroadcast, **options: Any,
 ) -> HostLeader | HostFollower:  # fmt: skip
-    """This rank's side of averaging. The others of a host return when its first rank has joined."""
+    """Create this rank's leader or follower. Followers return once their leader has joined."""
     number = hosts.number_of(dist.get_rank())
     if not strategy.is_static:
         coordinated.refuse_second()

@@ -1,4 +1,4 @@
-"""PartialDataParallel: in the place of DistributedDataParallel, with partial all-reduce as a plan decides it."""
+"""PartialDataParallel: replaces DistributedDataParallel under a plan with partial all-reduce."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrateg
 from headway.strategies.partial_all_reduce.runtime import JOIN_LIMIT_S, PartialAllReduce, check_bare
 
 REFUSED = ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh")
-"""Options of DistributedDataParallel that would mean something else here. Those about its all-reduce mean nothing."""
+"""Rejected options of DistributedDataParallel; options about its all-reduce are ignored."""
 FIX = "Run without the plan, or with one that averages gradients."
 
 
 class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
-    """What ``DistributedDataParallel(module, **given)`` becomes under a plan with partial all-reduce.
+    """Replaces ``DistributedDataParallel(module, **ddp_options)`` under a plan with partial all-reduce.
 
-    Gradients are this rank's own, and nothing is communicated in forward and backward: what scripts do with gradients
-    (accumulation with or without ``no_sync()``, clipping, a ``GradScaler``) is done to its own. After each
-    ``optimizer.step()`` parameters are averaged in a group. All ranks begin with rank 0's parameters and buffers.
-    ``finish()`` makes all ranks' models one.
+    Gradients stay local, and nothing is communicated in forward and backward: accumulation with or without
+    ``no_sync()``, clipping and ``GradScaler`` act on this rank's gradients. After each ``optimizer.step()`` parameters
+    are averaged in a group. All ranks start with rank 0's parameters and buffers; ``finish()`` ends with one model.
 
     Collective over the default process group. Raises UnsupportedError for models and options that would train
-    wrongly, UserError where there is no coordinator or it forms other groups, CommunicationError where not all ranks
-    come within ``join_timeout_s``.
+    wrongly, UserError if there is no coordinator or its generator differs from the plan, and CommunicationError if not
+    all ranks arrive within ``join_timeout_s``.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         rank = dist.get_rank()
 
         def construct(client: CoordinatorClient) -> PartialAllReduce:
-            # Workers of an earlier attempt may still count as there: rank 0 does not ask them for their state.
+            # Workers of an earlier attempt may still be registered, so rank 0 does not ask for their state.
             super(PartialDataParallel, self).__init__(
                 module, client, optimizer, worker=rank, host=coordination.host, secret=coordination.peers_secret,
                 initial="peer" if rank else "own", **options,
@@ -95,7 +94,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         try:
             if rank and not self._directory.peers:
                 raise CommunicationError(
-                    f"rank {rank}: the coordinator knows nobody whose model it could begin with. Start the job again."
+                    f"rank {rank}: the coordinator knows no worker to copy the model from. Start the job again."
                 )
             meeting.begin_together()
         except BaseException:
@@ -104,7 +103,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         coordinated.is_trained(self)
 
     def _look_like_ddp(self, ddp_options: Mapping[str, Any]) -> None:
-        """What scripts read of a DistributedDataParallel."""
+        """Set the attributes of DistributedDataParallel that scripts read."""
         self.device = next(
             parameter.device for parameter in self.module.parameters() if parameter.requires_grad
         )
@@ -122,7 +121,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         self.forward_sync_buffers = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, whose inputs are moved where the script gave ``device_ids``."""
+        """Run the module, with inputs moved to the device if the script passed ``device_ids``."""
         if self.device_ids:
             inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
         return super().forward(*inputs, **kwargs)
@@ -133,63 +132,65 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         return self
 
     def checkpoint(self) -> dict[str, Any]:
-        """As ``PartialAllReduce``: it is meant to be this worker's own."""
+        """Return this worker's own state; see ``PartialAllReduce.checkpoint``."""
         with self._unfinished.expected():
             return super().checkpoint()
 
     def close(self, *, leave: bool = True) -> None:
-        """Leave the job; the model stays this worker's own, or the one that ``finish`` gave it."""
+        """Leave the job and keep the current model."""
         if unfinished := self.__dict__.get("_unfinished"):
             unfinished.over()
         super().close(leave=leave)
 
     def join(self, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
-        """Nothing: ranks need not make the same number of steps."""
+        """Do nothing: ranks need not make the same number of steps."""
         return nullcontext()
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refused: averaging is no part of a graph. Raises UnsupportedError."""
+        """Raise UnsupportedError: averaging cannot be compiled."""
         raise UnsupportedError(
-            "a model that is averaged cannot be compiled as a whole", got="compile() of the wrapper",
-            fix="Compile with model = torch.compile(model) before wrapping.",
+            "an averaged model cannot be compiled as a whole", got="compile() of the wrapper",
+            fix="Call model = torch.compile(model) before wrapping.",
         )  # fmt: skip
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Refused: there is no all-reduce of gradients. Raises UnsupportedError."""
+        """Raise UnsupportedError: gradients are not all-reduced."""
         raise UnsupportedError(
-            "register_comm_hook() has no gradients to reduce under partial all-reduce", fix=FIX
+            "register_comm_hook() is not supported: partial all-reduce does not reduce gradients", fix=FIX
         )
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """A copy is an ordinary DistributedDataParallel, and no other worker."""
+        """Copy as an ordinary DistributedDataParallel, which is not another worker."""
         return torch_private.reduced_to_stock(self)
 
     def _set_static_graph(self) -> None:
-        """Nothing: no gradients are reduced."""
+        """Do nothing: gradients are not reduced."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
 
     def join_hook(self, **_options: Any) -> NoReturn:
-        """Refused, with ``Join`` over several models. Raises UnsupportedError."""
-        raise UnsupportedError("Join has no collectives to shadow under partial all-reduce", fix=FIX)
+        """Raise UnsupportedError: there are no collectives to shadow in ``Join``."""
+        raise UnsupportedError(
+            "Join is not supported: partial all-reduce has no collectives to shadow", fix=FIX
+        )
 
 
 def check_options(module: nn.Module, ddp_options: Mapping[str, Any]) -> None:
-    """Raise UserError or UnsupportedError for options of DistributedDataParallel that cannot be had here."""
+    """Raise UserError or UnsupportedError for options of DistributedDataParallel that are not supported."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     if unknown := sorted(set(ddp_options) - set(parameters)):
-        raise UserError("DistributedDataParallel has no such option", got=", ".join(unknown))
+        raise UserError("unknown option of DistributedDataParallel", got=", ".join(unknown))
     for name in REFUSED:
         if ddp_options.get(name):
             raise UnsupportedError(f"{name} is not supported by partial all-reduce", fix=FIX)
     if ddp_options.get("process_group") not in (None, dist.group.WORLD):
         raise UnsupportedError(
-            "partial all-reduce is for all ranks of the job", got="a process group of its own",
-            fix="Leave process_group out. For workers of several processes a plan has within_hosts.",
+            "partial all-reduce uses all ranks of the job", got="a process_group",
+            fix="Remove process_group. For workers of several processes, set within_hosts in the plan.",
         )  # fmt: skip
     if torch_private.ddp_ignores_some_of(module):
-        raise UnsupportedError("DistributedDataParallel was told to ignore some parameters", fix=FIX)
+        raise UnsupportedError("parameters ignored by DistributedDataParallel are not supported", fix=FIX)
     _check_devices(module, ddp_options)
 
 
@@ -201,17 +202,17 @@ def _check_devices(module: nn.Module, ddp_options: Mapping[str, Any]) -> None:
     ]
     if named and (len(devices) != 1 or any(device not in {d.index for d in devices} for device in named)):
         raise UnsupportedError(
-            "device_ids or output_device names a device that the parameters are not on", got=str(named),
-            expected=", ".join(sorted(map(str, devices))), fix="Move the model there before it is wrapped.",
+            "device_ids or output_device does not match the device of the parameters", got=str(named),
+            expected=", ".join(sorted(map(str, devices))), fix="Move the model to that device before wrapping it.",
         )  # fmt: skip
 
 
 def _schedule(
     module: nn.Module, strategy: PartialAllReduceStrategy, join_timeout_s: float
 ) -> GroupSchedule | None:
-    """The groups, where they are fixed; None where a coordinator forms them.
+    """Return the fixed groups; None if a coordinator forms them.
 
-    Where the plan does not say which hosts there are, ranks tell each other which one they are on.
+    If the plan does not list hosts, ranks exchange their host names.
     """
     world_size = dist.get_world_size(existing_group(None))
     if world_size == 1:
@@ -220,8 +221,8 @@ def _schedule(
         hosts = Hosts.of_places(Meeting(join_timeout_s).hosts()).ranks
         if len(hosts) == 1 and strategy.group_size is not None and dist.get_rank() == 0:
             warnings.warn(
-                f"static groups are of hosts, and all {world_size} ranks are on one: they average together after each "
-                f"step, and group_size has no effect (got {strategy.group_size})",
+                f"group_size {strategy.group_size} has no effect: static groups consist of hosts, and all {world_size} "
+                "ranks are on one host. They all average after each step",
                 HeadwayWarning,
                 stacklevel=3,
             )
@@ -229,8 +230,8 @@ def _schedule(
     workers = len(strategy.hosts) if strategy.within_hosts is not None and strategy.hosts else world_size
     if not strategy.is_static and (strategy.group_size or 0) > workers and dist.get_rank() == 0:
         warnings.warn(
-            f"groups of {strategy.group_size} are asked for, of {workers} workers: until others join, no group has "
-            "more members than those",
+            f"group_size {strategy.group_size} exceeds the number of workers ({workers}): groups stay smaller until more "
+            "workers join",
             HeadwayWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The server of a coordinator: gRPC, one bidirectional stream a worker."""
+"""The gRPC server of a coordinator, with one bidirectional stream per worker."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Context = Any
 """A ``grpc.aio.ServicerContext``: gRPC has no types."""
 STOP_S = 1.0
 LAST_MESSAGE_S = 1.0
-"""How long a connection that ends may still write what it is writing."""
+"""Time in which a closing connection may finish its last message."""
 _log = logging.getLogger("headway")
 
 
 class Server:
-    """A coordinator that listens. ``make_generator`` makes that which ``description`` names, with its options."""
+    """A listening coordinator. ``make_generator`` creates the generator that ``description`` describes."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Server:
         self.address = ""
 
     async def start(self, listen: str) -> None:
-        """Listen on HOST:PORT; port 0 takes a free one. Raises UserError where that cannot be done."""
+        """Listen on HOST:PORT; port 0 picks a free port. Raises UserError if that fails."""
         host, port = transport.parse_address(listen, "the address to listen on")
         transport.check_secret(host, self._options.secret)
         try:
@@ -82,7 +82,7 @@ class Server:
             raise
 
     async def failure(self) -> Exception:
-        """Waits until the coordinator cannot go on; returns why."""
+        """Wait until the coordinator fails; returns the reason."""
         assert self._service is not None
         return await asyncio.shield(self._service.failed)
 
@@ -129,8 +129,8 @@ class Server:
             bound = 0
         if not bound:
             raise UserError(
-                f"cannot listen on {target}", expected="an address of this machine with a free port",
-                fix="Choose another port, or 0 for a free one.",
+                f"cannot listen on {target}", expected="a local address with a free port",
+                fix="Choose another port, or 0 for any free port.",
             )  # fmt: skip
         self.address = format_address(host, bound)
         return server
@@ -144,7 +144,7 @@ class Server:
         tasks: list[asyncio.Task[None]] = []
 
         async def last_message_sent() -> None:
-            # gRPC loses a status that is sent while a message is in flight: the worker would wait for ever.
+            # gRPC loses a status sent while a message is in flight, and the worker would wait forever.
             with suppress(TimeoutError):
                 await asyncio.wait_for(sending.acquire(), LAST_MESSAGE_S)
 
@@ -170,7 +170,7 @@ class Server:
             _log.warning("malformed message from %s: %s", context.peer(), failure)
             await end("INVALID_ARGUMENT", f"malformed message: {failure}")
         except ServiceFailedError:
-            await end("UNAVAILABLE", "the coordinator cannot go on")
+            await end("UNAVAILABLE", "the coordinator has failed")
         finally:
             for task in tasks:
                 task.cancel()
@@ -184,12 +184,12 @@ class Server:
         try:
             first = await asyncio.wait_for(context.read(), self._options.handshake_s)
         except TimeoutError:
-            raise RefusedError("DEADLINE_EXCEEDED", "nobody said hello") from None
+            raise RefusedError("DEADLINE_EXCEEDED", "no hello message") from None
         if first is grpc.aio.EOF:
-            raise RefusedError("INVALID_ARGUMENT", "nobody said hello")
+            raise RefusedError("INVALID_ARGUMENT", "no hello message")
         hello = messages.for_coordinator(first)
         if not isinstance(hello, messages.Hello):
-            raise RefusedError("INVALID_ARGUMENT", "the first message has to be hello")
+            raise RefusedError("INVALID_ARGUMENT", "the first message must be hello")
         self._service.welcome(hello, stream)
 
     async def _read(self, context: Context, stream: Stream) -> None:
@@ -208,7 +208,7 @@ async def _write(context: Context, stream: Stream, sending: asyncio.Lock) -> Non
 
 
 class ServerThread:
-    """A coordinator in this process, on the thread of ``background``."""
+    """A coordinator in this process, on the event loop of its clients."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class ServerThread:
         self.address = self._server.address
 
     def close(self) -> None:
-        """End it."""
+        """Stop the coordinator."""
         self._run(self._server.stop())
 
     def _run(self, work: Any, timeout_s: float = 30.0) -> None:
@@ -247,8 +247,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or the end of standard input; calls ``ready`` with the address first.
 
-    Raises UserError where it cannot listen or the journal cannot be used or written, InternalError for a fault of a
-    generator.
+    Raises UserError if it cannot listen or cannot use or write the journal, InternalError if the generator fails.
     """
     asyncio.run(_serve(listen, choice, options, observer, ready, until_input_ends=until_input_ends))
 
@@ -282,10 +281,10 @@ async def _serve(
     if isinstance(failure, OSError):
         raise UserError(
             f"the journal {options.journal} cannot be written", got=failure.strerror,
-            fix="Make room, and start the coordinator again: workers come back by themselves.",
+            fix="Free disk space and restart the coordinator: workers reconnect by themselves.",
         )  # fmt: skip
     if failure is not None:
-        raise InternalError(f"the coordinator cannot go on: {failure!r}") from failure
+        raise InternalError(f"the coordinator failed: {failure!r}") from failure
 
 
 async def _watch_input(stop: asyncio.Event) -> None:
