@@ -60,7 +60,7 @@ class Coordinator:
 
     def takes_for_dead(self, worker: int) -> bool:
         """Whether it has said so of the worker."""
-        return f"worker {worker} was silent for too long" in self._words.read_text()
+        return f"worker {worker} is considered dead" in self._words.read_text()
 
     def kill(self) -> None:
         self.process.kill()
@@ -248,7 +248,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, started: list[Coo
     done = commands.headway("coordinate", "--listen", "0.0.0.0:0")
     assert (done.returncode, "needs a secret" in done.stderr) == (2, True)
     done = commands.headway("coordinate", "--listen", "127.0.0.1:0", "--generator", "nobody")
-    assert (done.returncode, "there is no such generator" in done.stderr) == (2, True)
+    assert (done.returncode, "unknown group generator" in done.stderr) == (2, True)
     coordinator = Coordinator(tmp_path / "journal")
     started.append(coordinator)
     done = commands.headway("coordinate", "--listen", "127.0.0.1:0", "--journal", tmp_path / "journal")

@@ -77,7 +77,7 @@ def test_hosts_as_workers_are_replayed_and_predicted(
     ]
     assert run([*asked, "--workers", "16", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["predictions"]
-    assert "every host trains a model that its ranks share" in found["changes_training"]
+    assert "every host trains one model on all of its ranks" in found["changes_training"]
     assert sum(found["breakdown_ms"].values()) == pytest.approx(found["step_ms"], rel=0.03)
     assert run([*asked, "--workers", "4", "--json"]) == 2
     assert "all ranks are on one host" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_ranks_die_and_join_under_groups_and_nowhere_else(
     assert "no rank is left" in capsys.readouterr().err
     static = plan_for(trace, tmp_path / "static.yaml", groups="static")
     assert run(["replay", str(trace), "--plan", str(static), *happens]) == 2
-    assert "fixed cannot go on without a rank" in capsys.readouterr().err
+    assert "static groups cannot continue when ranks die" in capsys.readouterr().err
 
 
 def test_random_slowdowns_hold_up_all_reduces_more_than_groups(

@@ -137,4 +137,4 @@ def test_groups_are_drawn_at_their_times_in_one_colour_a_group() -> None:
     page = render_html(trace, diagnose(trace))
     drawn = {found.group(1): ElementTree.fromstring(found.group(0)) for found in SVG.finditer(page)}
     assert set(drawn) == {"groups", "distances"}
-    assert "instead of summing gradients over all ranks" in page
+    assert "instead of all-reducing gradients" in page

@@ -1,4 +1,4 @@
-"""``headway coordinate``: run the coordinator of a partial all-reduce job."""
+"""``headway coordinate``: serve the coordinator of a job whose workers average in groups."""
 
 from __future__ import annotations
 
@@ -25,28 +25,26 @@ MOST_DESCRIPTORS = 65_536
 
 @click.command()
 @click.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, show_default=True,
-              help="The address to listen on; port 0 picks a free port.")  # fmt: skip
+              help="Address to listen on; port 0 picks a free port.")  # fmt: skip
 @click.option("--secret-file", type=click.Path(path_type=Path, dir_okay=False),
-              help="A file with the secret shared with workers; required unless the address is loopback.")  # fmt: skip
+              help="File with the secret that workers must know; required unless listening on loopback.")  # fmt: skip
 @click.option("--new-secret", type=click.Path(path_type=Path, dir_okay=False),
-              help="Write a new secret to this file, and exit.")  # fmt: skip
+              help="Write a new secret to this file and exit.")  # fmt: skip
 @click.option("--journal", type=click.Path(path_type=Path, dir_okay=False),
-              help="Keep the state in this file, to resume after a crash.")  # fmt: skip
+              help="Save state to this file and resume from it after a crash.")  # fmt: skip
 @click.option("--lease", metavar="TIME", default="10s", show_default=True,
-              help="How long a worker may be silent before it counts as dead.")  # fmt: skip
+              help="How long a worker may be silent before it is considered dead.")  # fmt: skip
 @click.option("--generator", metavar="NAME[:OPTION=VALUE,…]", default="first-come", show_default=True,
-              help=f"Which workers average together: {', '.join(names())}.")  # fmt: skip
+              help=f"How groups are formed: {', '.join(names())}.")  # fmt: skip
 @click.option("--plan", type=click.Path(path_type=Path, dir_okay=False),
-              help="Take generator, options and seed from this plan for partial all-reduce.")  # fmt: skip
+              help="Take generator, options and seed from this partial all-reduce plan.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-              help="The seed of random groups.")  # fmt: skip
+              help="Seed of random groups.")  # fmt: skip
 @click.option(
-    "--metrics",
-    metavar="[HOST:]PORT",
-    help="Serve Prometheus metrics at this address; on loopback by default.",
+    "--metrics", metavar="[HOST:]PORT", help="Serve Prometheus metrics there; on loopback by default."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as one line of JSON.")
-@click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
+@click.option("--with-parent", is_flag=True, hidden=True, help="Exit when standard input closes.")
 def coordinate(
     listen: str,
     secret_file: Path | None,
@@ -64,8 +62,8 @@ def coordinate(
 
     headway coordinate --listen 10.0.0.1:29650 --secret-file secret --journal job.journal
 
-    The first line on stdout is the address; stderr logs workers that join and leave. After a crash, start it again
-    with the same options: meanwhile workers keep training alone, and they reconnect by themselves.
+    Prints the address on stdout, then logs workers that join and leave on stderr. After a crash, start it again with
+    the same options: workers train alone meanwhile and reconnect by themselves.
     """
     from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice, ServiceOptions
     from headway.strategies.partial_all_reduce.coordinator.prometheus import (
@@ -114,7 +112,7 @@ def coordinate(
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit of file descriptors from about 1000 to the system's maximum: each connection takes one."""
+    """Raise the limit of open files, since each connection takes a descriptor and the default is about 1000."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -123,7 +121,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # stderr may be closed: the job goes on
+    with suppress(OSError):  # stderr may be closed: the job continues
         click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
 
 
@@ -135,8 +133,9 @@ def _planned(path: Path) -> GeneratorChoice:
     strategy = Plan.load(path).strategy
     if not isinstance(strategy, PartialAllReduceStrategy) or strategy.is_static:
         raise PlanError(
-            "the plan needs no coordinator", got=strategy.describe(),
-            expected="partial all-reduce with groups that are not static", fix="Leave out --plan, or the coordinator.",
+            "the plan does not need a coordinator", got=strategy.describe(),
+            expected="partial all-reduce with groups other than static",
+            fix="Remove --plan, or run without a coordinator.",
         )  # fmt: skip
     return choice_of(strategy)
 

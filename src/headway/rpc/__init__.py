@@ -1,1 +1,1 @@
-"""Questions between the ranks of a job: over its own interface, authenticated by a secret from its store."""
+"""Messages between ranks of a job: bounded frames over connections authenticated by the job's secret."""

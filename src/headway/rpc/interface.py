@@ -1,4 +1,4 @@
-"""Which address of this machine the other processes of a job use."""
+"""Finds the address at which other processes of a job reach this machine."""
 
 from __future__ import annotations
 
@@ -16,53 +16,58 @@ _NAME_BYTES = 15
 
 
 def host_name() -> str:
-    """This machine's name; that of an imitated host, where HEADWAY_HOST gives it one: those of a lab share a name."""
+    """Return this machine's name, or HEADWAY_HOST if set: emulated hosts of a lab share one machine."""
     return os.environ.get("HEADWAY_HOST") or socket.gethostname()
 
 
 def job_address() -> str:
-    """This machine's address in the job: on the interface that Gloo is told to use, else on the way to the master.
+    """Return this machine's address: of the interface in GLOO_SOCKET_IFNAME, else of the route to MASTER_ADDR.
 
-    Without either it is that of the host's name, as for Gloo. It may be a loopback address although other ranks are on
-    other hosts: many a host's name stands for 127.0.1.1 on the host itself.
+    Without either, it is the address of the host name, as for Gloo. That may be a loopback address even if other ranks
+    are on other hosts: many host names resolve to 127.0.1.1 locally.
     """
-    return _told() or address_towards(os.environ.get("MASTER_ADDR", "")) or _of_the_host()
+    return _chosen_interface_address() or address_towards(os.environ.get("MASTER_ADDR", "")) or _of_the_host()
 
 
-def reachable_address(candidates: Sequence[str], own: int) -> str:
-    """This machine's address, given those that every rank found on its own, where one was mistaken.
+def reachable_address(candidates: Sequence[str], rank: int) -> str:
+    """Return the address of ``rank``, given the ``candidates`` that the ranks found individually.
 
-    A rank that found a loopback address takes, unless all did, the one on the way to another.
+    A rank whose candidate is a loopback address takes the address of its route to another rank, if there is one.
     """
-    if not is_loopback(candidates[own]):
-        return candidates[own]
-    others = (towards for towards in candidates if not is_loopback(towards))
-    found = (address_towards(other) for other in others)
-    return next((address for address in found if address and not is_loopback(address)), candidates[own])
+    if not is_loopback(candidates[rank]):
+        return candidates[rank]
+    targets = (towards for towards in candidates if not is_loopback(towards))
+    addresses = (address_towards(target) for target in targets)
+    return next((address for address in addresses if address and not is_loopback(address)), candidates[rank])
 
 
 def is_on_one_host() -> bool:
-    """Whether the job says of itself that all of its processes are on this host."""
+    """Whether the environment says that all processes of the job are on this host."""
     world_size = os.environ.get("WORLD_SIZE")
     if world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
         return True
-    told = _told()
-    if told is not None:
-        return is_loopback(told)
+    address = _chosen_interface_address()
+    if address is not None:
+        return is_loopback(address)
     master = os.environ.get("MASTER_ADDR", "")
     return master == "localhost" or is_loopback(master)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` reaches no further than this machine. A name is no address."""
+    """Whether ``address`` is a loopback IP address. False for host names."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return False
 
 
+def format_address(host: str, port: int) -> str:
+    """``HOST:PORT``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_towards(host: str) -> str | None:
-    """The address that a packet to ``host`` would carry; None where there is no way to it."""
+    """Return the local address of the route to ``host``; None if there is no route."""
     if not host:
         return None
     try:
@@ -74,7 +79,7 @@ def address_towards(host: str) -> str | None:
         return None
 
 
-def _told() -> str | None:
+def _chosen_interface_address() -> str | None:
     """The IPv4 address of the first interface in GLOO_SOCKET_IFNAME that has one."""
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and (address := _of_interface(name)):

@@ -1,12 +1,11 @@
-"""Trusted connections: TCP between processes of one job, both ends of which have proved that they know its secret.
+"""TCP connections between processes of one job that authenticate both ends with the job's secret.
 
     server to client   a nonce
     client to server   a nonce, and a proof: the MAC of both nonces under the secret
     server to client   a proof
 
-Proofs are HMAC-SHA-256 and name the side that gives them, so that none can be sent back to where it came from. What
-follows is neither encrypted nor signed: as Gloo's, these connections are for networks on which nobody can change what
-others send.
+Proofs are HMAC-SHA-256 and name the side that gives them, so that none can be reflected. Traffic afterwards is neither
+encrypted nor signed: like Gloo's, these connections assume a network on which nobody can tamper with traffic.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ SECRET_BYTES = 32
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
-"""How long a stranger may take to prove itself: a rank of a busy machine takes long, too."""
+"""Time limit to authenticate; ranks on busy machines can be slow."""
 MAX_STRANGERS = 256
-"""How many connections may be unproved at a time; more push the oldest out, and who is pushed out asks again."""
+"""Limit of unauthenticated connections; more evict the oldest, whose client retries."""
 ATTEMPTS = 6
 FIRST_PAUSE_S = 0.05
 BACKLOG = 1024
@@ -39,13 +38,13 @@ class UntrustedError(ConnectionError):
 
 
 def new_secret() -> bytes:
-    """A secret for the processes of one job."""
+    """Create a secret for the processes of one job."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 @dataclass(slots=True)
 class _Stranger:
-    """A connection whose other end has proved nothing yet."""
+    """A connection that is not authenticated yet."""
 
     connection: socket.socket
     deadline: float
@@ -54,11 +53,11 @@ class _Stranger:
 
 
 class TrustedServer:
-    """Listens on ``host`` and hands each connection that proves itself to ``answer``, on a thread of its own.
+    """Listens on ``host`` and calls ``answer`` with each authenticated connection, on a thread of its own.
 
-    One thread deals with all strangers, so they hold none. ``answer`` may run ``capacity`` times at once; connections
-    beyond that are closed. It need not close its connection, and what it raises of OSError ends the connection.
-    Without a ``host`` it listens on all addresses. Raises OSError where it cannot listen.
+    One thread handles all unauthenticated connections. ``answer`` may run ``capacity`` times at once; further
+    connections are closed. It need not close its connection, and an OSError in it ends the connection. An empty
+    ``host`` means all addresses. Raises OSError if it cannot listen.
     """
 
     def __init__(
@@ -108,8 +107,8 @@ class TrustedServer:
             self._listener.close()
 
     def _look(self) -> None:
-        """Wait for something to happen, and deal with it."""
-        deadline = min((one.deadline for one in self._strangers.values()), default=None)
+        """Wait for an event and handle it."""
+        deadline = min((waiting.deadline for waiting in self._strangers.values()), default=None)
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._listener:
@@ -117,7 +116,7 @@ class TrustedServer:
             elif (stranger := self._strangers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 self._hear(stranger)
         now = time.monotonic()
-        for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
+        for stranger in [late for late in self._strangers.values() if late.deadline <= now]:
             self._drop(stranger)
 
     def _accept(self) -> None:
@@ -196,8 +195,8 @@ class TrustedServer:
 def connect(address: tuple[str, int], secret: bytes, deadline: float) -> socket.socket:
     """Connect to a TrustedServer before ``deadline``, a time of ``time.monotonic()``.
 
-    Raises UntrustedError where the other end does not know the secret, TimeoutError where it says nothing in time, and
-    OSError where nobody listens, or whoever does closes the connection again and again.
+    Raises UntrustedError if the server does not know the secret, TimeoutError if it does not answer in time, and
+    OSError if nothing listens there or the server keeps closing the connection.
     """
     pause_s = FIRST_PAUSE_S
     for left in reversed(range(ATTEMPTS)):
@@ -228,7 +227,7 @@ def _prove(connection: socket.socket, secret: bytes, deadline: float) -> None:
     connection.sendall(nonce + _proof(secret, b"client", nonces))
     proof = receive_exactly(connection, PROOF_BYTES, deadline)
     if not hmac.compare_digest(proof, _proof(secret, b"server", nonces)):
-        raise UntrustedError("who answered does not know the job's secret")
+        raise UntrustedError("the server does not know the job's secret")
 
 
 def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
@@ -236,7 +235,7 @@ def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
-    """The next ``size_bytes``. Raises TimeoutError past ``deadline``, ConnectionError where the connection ends."""
+    """Receive ``size_bytes``. Raises TimeoutError past ``deadline``, ConnectionError if the connection ends."""
     received = bytearray(size_bytes)
     view, place = memoryview(received), 0
     while place < size_bytes:
@@ -249,7 +248,7 @@ def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float)
 
 
 def remaining_s(deadline: float) -> float:
-    """The seconds to ``deadline``. Raises TimeoutError where there are none."""
+    """Seconds until ``deadline``. Raises TimeoutError if it has passed."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("no answer in time")

@@ -1,4 +1,4 @@
-"""What every strategy's policy is: an immutable, validated value that decides, and touches nothing."""
+"""``Strategy``: an immutable, validated value that decides what a job communicates, without side effects."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headway.plugins import asking
 from headway.scheduling.schedule import Schedule
 
 DATA, PIPELINE = "data", "pipeline"
-"""Dimensions: along the one every rank trains the whole model, or its stage; along the other each has a stage."""
+"""Dimensions of the device mesh: data-parallel replicas, and pipeline stages."""
 DATA_INSIDE = "data inside hosts"
-"""The inner part of the former, where stages lie between the two parts: replicas on one host, and then on others."""
+"""Inner part of a data dimension that is split around the pipeline dimension: the replicas on one host."""
 
 
 SHORT_NAME = 60
-SENT_AS = "sent as"  # begins what strategies say of their codecs
+SENT_AS = "sent as"  # introduces codecs in descriptions
 
 
 def short_name(description: str) -> str:
-    """The first parts of what a strategy says of itself, as many as are read at a glance, and any codecs."""
+    """Shorten a strategy's description to about ``SHORT_NAME`` characters; codecs are always kept."""
     name, *parts = description.split(", ")
     is_full = False
     for part in parts:
@@ -47,14 +47,14 @@ class Strategy(BaseModel):
     dimension: ClassVar[str] = DATA
 
     declared_permissions: ClassVar[tuple[Permission, ...]] = ()
-    """New permissions that it may need: users give them by these names, and are told what they change."""
+    """Permissions that the strategy introduces; users grant them by name."""
 
     @abstractmethod
     def decide(self, job: Job) -> Schedule:
         """Decide what ``job`` communicates. Raises PlanError if the options do not fit its model."""
 
     def spelled_out(self, job: Job) -> Self:
-        """The same decision with everything that it takes from ``job`` written out, as in a plan file."""
+        """Return the same decision with all values taken from ``job`` written out, as in a plan file."""
         del job
         return self
 
@@ -63,36 +63,36 @@ class Strategy(BaseModel):
         del schedule, job
         return None
 
-    def beside(self, other: Strategy) -> Strategy:
-        """``other`` in the place of that part of this decision that it is an alternative to; by default of all."""
-        return other
+    def beside(self, alternative: Strategy) -> Strategy:
+        """Replace the part of this decision that ``alternative`` is an alternative to; by default all of it."""
+        return alternative
 
     @property
     def changes_training(self) -> str:
-        """What it changes of what is trained, in words; "" for strategies that train as all-reduce does.
+        """Describe how training differs from all-reduce; "" if it does not.
 
-        Nothing that changes the training is chosen unless the user has permitted it (``headway.permission``).
+        Such strategies are chosen only with the user's permission (``headway.permission``).
         """
         return ""
 
     @property
     def family(self) -> str:
-        """Predictions of a strategy are surer where one of its family was recorded."""
+        """Family of the strategy. Predictions are more certain if a strategy of the same family was recorded."""
         return self.name
 
     @property
     def counts_steps(self) -> bool:
-        """Whether ranks meet after so many steps of each, with gradients of their own: none may leave out a step."""
+        """Whether ranks synchronise after a fixed number of local steps, so that no rank may skip a step."""
         return False
 
     @property
     def repeats_after(self) -> int:
-        """After how many steps it communicates the same again; replays are means over whole such periods."""
+        """Period of the communication pattern in steps; replays average over whole periods."""
         return 1
 
     @property
     def decides_while_training(self) -> bool:
-        """Whether something is decided while the job trains, which ``headway run --decisions`` writes down."""
+        """Whether decisions are made during training, which ``headway run --decisions`` records."""
         return False
 
     @property
@@ -102,21 +102,21 @@ class Strategy(BaseModel):
 
     @property
     def permission(self) -> str:
-        """The permission without which it is never chosen (``headway.permission``); "" for none."""
+        """Permission required to choose the strategy (``headway.permission``); "" for none."""
         return ASYNCHRONOUS if self.changes_training else ""
 
     @property
     def permissions(self) -> frozenset[str]:
-        """All permissions that it needs: ``permission``, unless its parts need several."""
+        """All required permissions: ``permission``, or those of all parts of a composed strategy."""
         return frozenset((self.permission,)) - {""}
 
     @abstractmethod
     def describe(self) -> str:
-        """Say the strategy and its options in a few words, for tables."""
+        """Describe the strategy and its options briefly, for tables."""
 
 
 def decided(strategy: Strategy, job: Job) -> Schedule:
-    """What ``strategy`` decides for ``job``. Raises as ``decide``, and PluginFaultError for another package's fault."""
+    """Return what ``strategy`` decides for ``job``. Raises as ``decide``, and PluginFaultError for faulty plug-ins."""
     with asking("strategy", strategy):
         schedule: object = strategy.decide(job)
         if not isinstance(schedule, Schedule):
@@ -125,5 +125,5 @@ def decided(strategy: Strategy, job: Job) -> Schedule:
 
 
 def fits(job: Job, policy: type[Strategy]) -> bool:
-    """Whether decisions of that class are for models as those of ``job``: whole ones, or cut into stages."""
+    """Whether strategies of class ``policy`` apply to ``job``: whole models, or models split into stages."""
     return (len(job.stages) > 1) == (policy.dimension == PIPELINE)

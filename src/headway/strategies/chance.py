@@ -1,4 +1,4 @@
-"""Chance from a seed, the same on every machine, and workers that are slow by it."""
+"""Seeded random draws that are the same on every machine, and random slowdowns of workers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ T = TypeVar("T")
 
 
 class Chance:
-    """Draws that a seed and the number of draws before decide: ``count`` is all of its state."""
+    """Random draws determined by a seed and the number of earlier draws, ``count``."""
 
     def __init__(self, seed: int, count: int = 0) -> None:
         self.seed, self.count = seed, count
 
     def below(self, limit: int) -> int:
-        """A number from 0 to ``limit`` - 1, each as probable as the others."""
+        """Draw an integer from 0 to ``limit`` - 1, uniformly."""
         drawn = blake2b(f"{self.seed}:{self.count}".encode(), digest_size=16).digest()
         self.count += 1
         return int.from_bytes(drawn, "big") % limit
 
     def sample(self, items: Iterable[T], count: int) -> list[T]:
-        """``count`` of ``items``, or all where there are fewer, in an order of chance."""
+        """Draw ``count`` of ``items``, or all if there are fewer, in random order."""
         left = list(items)
         drawn: list[T] = []
         while left and len(drawn) < count:
             drawn.append(left.pop(self.below(len(left)) if len(left) > 1 else 0))
         return drawn
 
-    def one(self, items: Sequence[T]) -> T:
-        """One of ``items``, of which there must be some."""
+    def pick(self, items: Sequence[T]) -> T:
+        """Draw one of ``items``, which must not be empty."""
         (drawn,) = self.sample(items, 1)
         return drawn
 
@@ -40,7 +40,7 @@ MOST_ITERATIONS = 1_000_000
 
 
 def slowed(share: float, factor: float, seed: int, rank: int, iteration: int) -> float:
-    """How many times as long as usual an iteration of a rank takes: ``factor`` with the probability ``share``, or 1."""
+    """Return the slowdown of an iteration: ``factor`` with probability ``share``, else 1."""
     if not share:
         return 1.0
     drawn = Chance(seed, rank * MOST_ITERATIONS + iteration).below(RESOLUTION)
@@ -48,7 +48,7 @@ def slowed(share: float, factor: float, seed: int, rank: int, iteration: int) ->
 
 
 def jittered(jitter: float, seed: int, rank: int, iteration: int) -> float:
-    """How many times as long as usual an iteration takes, evenly between 1 - ``jitter`` and 1 + ``jitter``."""
+    """Return the slowdown of an iteration, uniform between 1 - ``jitter`` and 1 + ``jitter``."""
     if not jitter:
         return 1.0
     drawn = Chance(seed + 1, rank * MOST_ITERATIONS + iteration).below(RESOLUTION)

@@ -1,4 +1,4 @@
-"""The file of what is decided while a job trains: a line of JSON for each decision, with its reason."""
+"""Journal of decisions made during training: one line of JSON per decision, with its reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("headway")
 
 
 class Entry(BaseModel):
-    """What was decided after ``step``: under which order or schedule steps go on, and which was in force before."""
+    """A decision after ``step``: the order or schedule from now on, and the one before."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,42 +38,42 @@ class Entry(BaseModel):
     order: str
     reason: str
     measured_ms: _Milliseconds
-    """What the step took, or the steps since the last decision typically."""
+    """Duration of the step, or typical duration of steps since the last decision."""
     predicted_ms: dict[str, _Milliseconds] = Field(default_factory=dict)
-    """What a step of each order was expected to take."""
+    """Expected step time of each order."""
     links_gbps: dict[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
-    """What links carried, from rank to rank as ``0>1``."""
+    """Measured link rates; keys name the ranks as ``0>1``."""
     attempt: _Count = 0
-    """How often torchrun had started these ranks again because one had failed; steps count from each start on.
+    """Restarts by torchrun after a failed rank; steps count from each restart.
 
-    It does not count starts for hosts that have joined, after which there are other numbers of workers.
+    Restarts because hosts joined are not counted; they change ``workers``.
     """
     workers: _Count = 0
-    """How many ranks the job had then; 0 where that is not known."""
+    """Number of ranks in the job; 0 if unknown."""
 
     @property
     def switches(self) -> bool:
-        """Whether another order was taken."""
+        """Whether the order changed."""
         return self.order != self.before
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What it has in common with decisions that differ in numbers alone."""
+        """Key shared by decisions that differ only in numbers."""
         return self.before, self.order, re.sub(r"[\d.]+", "#", self.reason)
 
     def sentence(self) -> str:
-        """It in one line."""
+        """Format the decision in one line."""
         what = f"now {short_name(self.order)}, instead of" if self.switches else "goes on with"
         return one_line(f"after step {self.step}: {what} {short_name(self.before)}: {self.reason}")
 
 
 class Journal:
-    """Adds decisions to the file ``path``, each with the attempt and the number of workers of this process's job.
+    """Appends decisions to the file ``path``, with the restart count and the number of workers of the job.
 
-    Where that fails training goes on, with a warning. A journal that ``prints`` also says decisions on stderr: all that
-    change something, and of those that do not one of each kind.
+    If writing fails, training continues with a warning. With ``prints``, decisions also go to stderr: all that change
+    something, and one of each other kind.
     """
 
     def __init__(self, path: Path | None, *, prints: bool = False) -> None:
@@ -83,11 +83,11 @@ class Journal:
         self._job = {"attempt": _number("TORCHELASTIC_RESTART_COUNT"), "workers": _number("WORLD_SIZE")}
         if path is not None:
             _cut_unfinished(path)
-            self._write("")  # says immediately where it cannot be written
+            self._write("")  # warns immediately if the file is not writable
 
     @classmethod
     def wanted(cls) -> Journal | None:
-        """The one that ``headway run`` has asked for; None without it."""
+        """Return the journal that ``headway run`` requested through the environment; None without one."""
         path, prints = os.environ.get(DECISIONS_VARIABLE), bool(os.environ.get(PRINT_VARIABLE))
         return _journal_at(Path(path) if path else None, prints) if path or prints else None
 
@@ -105,11 +105,11 @@ class Journal:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as failure:
-            _log.warning("decisions cannot be written to %s: %s", self._path, failure.strerror)
+            _log.warning("cannot write decisions to %s: %s", self._path, failure.strerror)
 
 
 def _cut_unfinished(path: Path) -> None:
-    """Take away the line that a process was writing when it was killed."""
+    """Remove a last line that a killed process left unfinished."""
     with suppress(OSError), path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         begin = file.seek(max(0, end - MAX_LINE_BYTES))
@@ -117,37 +117,37 @@ def _cut_unfinished(path: Path) -> None:
 
 
 def _number(variable: str) -> int:
-    """What an environment variable of torchrun's says; 0 where it says no number."""
+    """Return an environment variable of torchrun as a number; 0 if it is not one."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() and len(value) < MOST_DIGITS else 0
 
 
 @cache
 def _journal_at(path: Path | None, prints: bool) -> Journal:
-    """One for all models of this process."""
+    """Return the journal shared by all models of this process."""
     return Journal(path, prints=prints)
 
 
 def read_journal(path: Path) -> list[Entry]:
-    """The decisions of a run, in order; a last line that is being written is passed over.
+    """Read the decisions of a run in order, without an unfinished last line.
 
-    Raises UserError where the file is missing, too large, or holds something else.
+    Raises UserError if the file is missing, too large, or not a journal of decisions.
     """
     lines = files.read_text(path, UserError, "decisions", MAX_BYTES).split("\n")
-    found = []
+    entries = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
             raise UserError(
-                f"line {number} of {path} is no decision", got=line[:80],
-                expected="a file that headway run --decisions wrote",
+                f"line {number} of {path} is not a decision", got=line[:80],
+                expected="a file written by headway run --decisions",
             ) from None  # fmt: skip
-        found.append(files.validate(document, Entry, UserError, f"line {number} of {path}"))
-    if not found:
+        entries.append(files.validate(document, Entry, UserError, f"line {number} of {path}"))
+    if not entries:
         raise UserError(
-            f"{path} holds no decision",
-            expected="a run of several steps whose plan changes while it trains",
+            f"{path} contains no decisions",
+            expected="a run of several steps under an adaptive plan",
             fix="Run with --adapt, or plan a pipeline with headway optimize --follow-network.",
         )
-    return found
+    return entries

@@ -1,4 +1,4 @@
-"""What a strategy has a rank hold in memory, and what a rank holds at each moment of a step."""
+"""Memory that a strategy adds on a rank, and memory of a rank at each moment of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headway.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """``buffers_bytes`` for good (buckets, scratch), and ``state_bytes`` of the optimizer's state.
+    """Memory that a strategy adds: ``buffers_bytes`` (buckets, scratch) and ``state_bytes`` of the optimizer.
 
-    ``gradients_apart`` says that gradients have memory of their own apart from the buffers, from when they are complete
-    until they are set to None. ``updated_share`` is how much of all parameters is updated at a time while all of them
-    are there. ``passes_in_flight`` forwards have not come back in a backward, at most.
+    ``gradients_apart``: gradients have memory separate from the buffers, from when they are complete until they are set
+    to None. ``updated_share``: largest share of the parameters that is updated at once. ``passes_in_flight``: largest
+    number of forward passes whose backward has not run yet.
     """
 
     buffers_bytes: int
@@ -26,9 +26,9 @@ class Footprint:
 
 
 class HeldMoment(NamedTuple):
-    """What a rank holds at most up to a moment of its step, in addition to what is there all the time.
+    """Peak memory of a rank up to a moment of its step, beyond ``constant_bytes``.
 
-    ``what`` is FORWARD, the parameter whose gradient is then complete, AFTER (until the update) or UPDATE.
+    ``what`` is FORWARD, the name of the parameter whose gradient is then complete, AFTER (until the update) or UPDATE.
     """
 
     what: str
@@ -40,12 +40,12 @@ FORWARD, AFTER, UPDATE = "forward", "after backward", "update"
 
 
 def constant_bytes(model: ModelSpec, held: Footprint) -> int:
-    """What a rank always holds: parameters, frozen ones too, buffers, the optimizer's state and the strategy's."""
+    """Memory a rank always holds: all parameters, buffers, optimizer state and the strategy's buffers."""
     return model.size_bytes + model.frozen_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
 
 
 def held_moments(model: ModelSpec, held: Footprint) -> Iterator[HeldMoment]:
-    """What is held in addition at each moment that may be the peak, in order; without a watched pass, roughly."""
+    """Yield the moments of a step that may be its memory peak, in order; an estimate without a recorded pass."""
     memory = model.pass_memory
     if memory is None:
         ready = model.ready_parameters()

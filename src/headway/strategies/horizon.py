@@ -1,4 +1,4 @@
-"""What ranks do in a time that do not finish their steps together: throughput, waiting, groups, how models mix."""
+"""Result of simulating asynchronous ranks over a time horizon: throughput, waiting, groups and mixing of models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """A group that averaged, or failed as a member died (``averaged`` False).
+    """A group that averaged, or failed because a member died (``averaged`` is False).
 
-    ``iterations`` are how many its members had finished when it began, in their order.
+    ``iterations`` are the iterations that each member had finished when the group began, in the order of members.
     """
 
     number: int
@@ -26,16 +26,15 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All times are nanoseconds; what lies before ``from_ns`` is a warm-up.
+    """All times are nanoseconds; the time before ``from_ns`` is a warm-up.
 
-    ``finished_ns[rank]`` says when each iteration of a rank was done, ``standing_ns[rank]`` how long it stood still for
-    groups after ``from_ns``, of which ``forming_ns[rank]`` until its group began. ``distance`` and ``spread`` are those
-    of ``coordination.matrices.Consensus`` at the end, of the ranks that are there then, ``mean_spread`` is the mean of
-    the latter. ``mixing_iterations`` are those that a mean rank finishes until ranks have mixed
-    (``coordination.matrices.iterations_to_mix``); None where they have not. ``cost_error`` is by what share measured
-    collectives deviate from the costs that were used.
-    Where ranks update one model rather than average theirs, ``staleness`` is how many updates by others a gradient does
-    not know of, in the mean and at most.
+    ``finished_ns[rank]`` are the ends of a rank's iterations. ``standing_ns[rank]`` is how long it waited for groups
+    after ``from_ns``, of which ``forming_ns[rank]`` until its group began. ``distance`` and ``spread`` are those of
+    ``partial_all_reduce.matrices.Consensus`` for the ranks present at the end; ``mean_spread`` is the mean of the spread
+    over time. ``mixing_iterations`` are the mean iterations per rank until all models have mixed
+    (``partial_all_reduce.matrices.iterations_to_mix``); None if they have not. ``cost_error`` is the relative error of
+    the collective costs used. If ranks update one shared model, ``staleness`` is the mean and the largest number of
+    updates that a gradient misses.
     """
 
     from_ns: int
@@ -54,52 +53,54 @@ class Outcome:
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
-        """How many iterations each rank finished after the warm-up."""
-        return tuple(sum(self.from_ns < each <= self.until_ns for each in own) for own in self.finished_ns)
+        """Iterations that each rank finished after the warm-up."""
+        return tuple(
+            sum(self.from_ns < end_ns <= self.until_ns for end_ns in ends_ns) for ends_ns in self.finished_ns
+        )
 
     @property
     def duration_s(self) -> float:
-        """How long that was."""
+        """Length of the horizon after the warm-up, in seconds."""
         return (self.until_ns - self.from_ns) / 1e9
 
     @property
     def iterations_per_s(self) -> tuple[float, ...]:
-        """Of each rank."""
+        """Iterations per second of each rank."""
         return tuple(count / self.duration_s for count in self.iterations)
 
     @property
     def total_per_s(self) -> float:
-        """Of all ranks together."""
+        """Iterations per second of all ranks together."""
         return sum(self.iterations) / self.duration_s
 
     @property
     def step_ms(self) -> float:
-        """How long an iteration of a rank takes in the mean of all that were finished."""
+        """Mean duration of an iteration of a rank, in milliseconds."""
         return len(self.finished_ns) / self.total_per_s * 1e3 if sum(self.iterations) else float("inf")
 
     @property
     def standing_ms(self) -> float:
-        """How long a rank stands still for groups in an iteration, in the mean."""
+        """Mean time per iteration that a rank waits for groups, in milliseconds."""
         return sum(self.standing_ns) / max(1, sum(self.iterations)) / 1e6
 
     @cached_property
     def counted(self) -> Sequence[GroupRun]:
-        """The groups of several that ended after the warm-up."""
+        """Groups that ended after the warm-up."""
         return [group for group in self.groups if group.end_ns > self.from_ns]
 
     @property
     def sizes(self) -> Mapping[int, int]:
-        """How many groups had how many members."""
-        return dict(sorted(Counter(len(each.members) for each in self.counted).items()))
+        """Number of groups by size."""
+        return dict(sorted(Counter(len(group.members) for group in self.counted).items()))
 
     @property
     def iterations_apart(self) -> tuple[float, int]:
-        """By how many iterations the members of a group differ: in the mean, and at most."""
-        apart = [max(each.iterations) - min(each.iterations) for each in self.counted]
+        """Mean and largest difference in iterations among the members of a group."""
+        apart = [max(group.iterations) - min(group.iterations) for group in self.counted]
         return (sum(apart) / len(apart), max(apart)) if apart else (0.0, 0)
 
     def describe(self) -> str:
-        """Say in words what a mean iteration leaves out."""
+        """Describe the simulated behaviour that a mean iteration does not show."""
         if self.staleness is not None:
             return (
                 f"ranks do not finish iterations together: the mean over {self.duration_s:.2g} simulated s; gradients "
@@ -122,7 +123,7 @@ class Outcome:
         return f"all have mixed after {self.mixing_iterations:.1f} iterations"
 
     def to_document(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Return the JSON document of ``--json``."""
         mean_apart, most_apart = self.iterations_apart
         return {
             "simulated_s": self.duration_s,
@@ -132,7 +133,7 @@ class Outcome:
             "standing_ms": self.standing_ms,
             "forming_ms": sum(self.forming_ns) / max(1, sum(self.iterations)) / 1e6,
             "groups": len(self.counted),
-            "groups_failed": sum(not each.averaged for each in self.counted),
+            "groups_failed": sum(not group.averaged for group in self.counted),
             "group_sizes": {str(size): count for size, count in self.sizes.items()},
             "iterations_apart_mean": mean_apart,
             "iterations_apart_most": most_apart,

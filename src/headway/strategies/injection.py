@@ -1,4 +1,4 @@
-"""Injection: how a wrapper, or a pipeline's schedule, in an unmodified script becomes a strategy's runtime."""
+"""How a strategy replaces DistributedDataParallel or a pipeline schedule in an unmodified script."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ S = TypeVar("S", bound=Strategy)
 
 
 class ScheduleInjection(ABC, Generic[S]):
-    """What is done with a schedule of ``torch.distributed.pipelining`` whose stages a plan was made for."""
+    """Replaces a schedule of ``torch.distributed.pipelining`` for whose stages a plan was made."""
 
     @abstractmethod
     def take_over(self, steps: PipelineSteps, strategy: S) -> None:
-        """Carry out the steps of the script's schedule under ``strategy`` from now on.
+        """Run the steps of the script's schedule under ``strategy`` from now on.
 
-        Raises PlanError where the strategy does not fit it.
+        Raises PlanError if the strategy does not fit the schedule.
         """
 
 
 class Injection(ABC, Generic[S]):
-    """What is done instead of the constructor of DistributedDataParallel, for a model that a plan was made for."""
+    """Replaces the constructor of DistributedDataParallel for a model for which a plan was made."""
 
     def wrapper(self) -> type[DistributedDataParallel] | None:
-        """A subclass whose instances replace those of DistributedDataParallel; None if these stay."""
+        """Return the subclass to use instead of DistributedDataParallel; None to keep the latter."""
         return None
 
     def wrapper_under(self, strategy: S) -> type[DistributedDataParallel] | None:
-        """The same where it follows from the options of ``strategy``; by default it does not.
+        """Return the wrapper for the options of ``strategy``; by default ``wrapper()``.
 
-        Its constructor may call that of DistributedDataParallel, which is the stock one then.
+        Its constructor may call the stock constructor of DistributedDataParallel.
         """
         del strategy
         return self.wrapper()
@@ -49,11 +49,11 @@ class Injection(ABC, Generic[S]):
         init: Callable[..., None],
         wrapped: DistributedDataParallel,
         module: nn.Module,
-        given: dict[str, Any],
+        ddp_options: dict[str, Any],
         strategy: S,
     ) -> None:
-        """Construct ``wrapped`` around ``module`` by its class's own constructor, ``init``, under ``strategy``.
+        """Construct ``wrapped`` around ``module`` with ``init``, the constructor of its class, under ``strategy``.
 
-        ``given`` are the script's other arguments, by name; what the strategy decides overrides them. Raises
+        ``ddp_options`` are the script's other arguments by name; decisions of the strategy override them. Raises
         PlanError if the strategy does not fit the module, UnsupportedError if it would train wrongly.
         """

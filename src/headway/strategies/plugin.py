@@ -1,7 +1,7 @@
-"""StrategyPlugin: all that Headway asks of a strategy, from its decision to the scripts that run under it.
+"""``StrategyPlugin``: the interface of a strategy, for replay, search, training and recordings.
 
-A strategy is a folder with one object of this class. Nothing outside the folder knows its name, so that another
-package can add one (``registry``).
+A strategy is a folder with one ``StrategyPlugin`` object. Nothing outside the folder depends on it, so other packages
+can add strategies (``registry``).
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ S = TypeVar("S", bound=Strategy)
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The plans of a strategy that are worth a replay for one job.
+    """Candidate plans of one strategy for a job.
 
-    No plan of the strategy can have a step shorter than ``bound_ms``; infinity says nothing about that. ``bound`` says
-    why, where that is known: then plans are not replayed whose own bounds say that they are slower than others, which
-    holds only for plans that exchange exact gradients of every bucket in every step. ``note`` says why some plans are
-    left out; where it is about plans that need a permission, ``about_permitted``, it is told only to users who give
-    that.
+    No plan of the strategy has a step shorter than ``bound_ms``; infinity means that no bound is known. ``bound`` gives
+    its reason, if known; then plans whose own bounds prove them slower than others are not replayed, which is valid only
+    for plans that exchange exact gradients of every bucket in every step. ``note`` explains why plans were omitted. If
+    it is about plans that need the permission ``about_permitted``, it is shown only to users who grant that.
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -57,41 +56,41 @@ class Proposal:
 
     @classmethod
     def within(cls, strategies: tuple[Strategy, ...], bound: StepBound, note: str = "") -> Proposal:
-        """Plans none of which can beat ``bound``."""
+        """Propose plans that cannot beat ``bound``."""
         return cls(strategies, bound.step_ms, note, bound=bound)
 
 
 def proposal_of(plugin: StrategyPlugin[Any], job: Job) -> Proposal:
-    """What ``plugin`` proposes for ``job``. Raises TypeError where that is no proposal of strategies."""
-    made: object = plugin.propose(job)
-    if not isinstance(made, Proposal):
-        raise TypeError(f"propose() returned {type(made).__name__}, expected Proposal")
-    for strategy in made.strategies:
+    """Return the proposal of ``plugin`` for ``job``. Raises TypeError if it is not a ``Proposal`` of strategies."""
+    proposal: object = plugin.propose(job)
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"propose() returned {type(proposal).__name__}, expected Proposal")
+    for strategy in proposal.strategies:
         if not isinstance(strategy, Strategy):
             raise TypeError(
                 f"propose() returned {type(strategy).__name__} in its Proposal, expected strategies"
             )
-    return made
+    return proposal
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The strategy that a live model was found under: its options, and its buckets by the names of parameters."""
+    """Strategy of a live model: its options, and its buckets as parameter names."""
 
     options: Mapping[str, Any]
     buckets: tuple[tuple[str, ...], ...] = ()
 
 
 class StrategyPlugin(ABC, Generic[S]):
-    """One strategy. Methods import what is heavy, torch above all, when they are called.
+    """One strategy. Methods import heavy libraries, above all torch, when they are called.
 
-    ``policy`` is the class of its decisions, whose ``name`` is the strategy's. ``api_version`` is the version of
-    ``headway.ext`` that it was written for: Headway refuses it if it has another one. ``carries_over`` says that it
-    finishes some of a step's collectives in the next step. ``usual`` are the options with which ``headway predict``
-    shows it if no strategies are named, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that
-    ranks may measure links and cores after a recording under it. ``simulates_incidents`` says that ``over_a_horizon``
-    has ranks slow by chance, dying and joining as the job says. ``library_calls`` are NCCL's functions that it calls
-    and leaves the algorithm of to the library, such as "allreduce".
+    - ``policy``: class of its decisions, whose ``name`` is the strategy's.
+    - ``api_version``: version of ``headway.ext`` that it was written for; Headway rejects other versions.
+    - ``carries_over``: whether collectives of a step may finish in the next step.
+    - ``usual``: option strings, as in ``--strategy NAME:OPTIONS``, that ``headway predict`` shows by default.
+    - ``measured_after_recordings``: whether ranks may measure links and cores after a recording under it.
+    - ``simulates_incidents``: whether ``over_a_horizon`` simulates randomly slow, dying and joining ranks.
+    - ``library_calls``: NCCL functions whose algorithm it leaves to the library, such as "allreduce".
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -111,87 +110,86 @@ class StrategyPlugin(ABC, Generic[S]):
 
     @abstractmethod
     def reactions(self, graph: GraphBuilder[Any], job: Job, strategy: S) -> StepLayout:
-        """What lays out the steps of the ranks of ``job`` in ``graph``, whose schedule ``strategy`` decided."""
+        """Return the object that lays out the ranks' steps in ``graph``, whose schedule ``strategy`` decided."""
 
     @abstractmethod
     def footprint(self, job: Job, schedule: Any, stage: int) -> Footprint:
-        """What a rank of ``job.stages[stage]`` holds in addition to parameters, gradients and a pass's activations."""
+        """Return the memory of a rank of ``job.stages[stage]`` beyond parameters, gradients and activations of a pass."""
 
     def peak_bytes(self, job: Job, schedule: Any, stage: int) -> int | None:
-        """The most that a rank of ``job.stages[stage]`` holds at once; None, as here, where ``footprint`` tells."""
+        """Return the peak memory of a rank of ``job.stages[stage]``; None (the default) to use ``footprint``."""
         del job, schedule, stage
         return None
 
     def over_a_horizon(self, job: Job, strategy: S) -> Outcome | None:
-        """What ranks do in a time under ``strategy``, where they do not finish their steps together.
+        """Simulate ``strategy`` over a time horizon, for ranks that do not finish steps together.
 
-        None, as by default, where they do: such steps are laid out by ``reactions``.
+        Returns None (the default) if they do: ``reactions`` lays out such steps.
         """
         del job, strategy
         return None
 
     @property
     def has_horizon(self) -> bool:
-        """Whether ranks do not finish their steps together, so that ``over_a_horizon`` says what they do."""
+        """Whether ranks do not finish steps together and are simulated by ``over_a_horizon``."""
         return type(self).over_a_horizon is not StrategyPlugin.over_a_horizon
 
     def messages(self, schedule: Any, world_size: int, library: str) -> int:
-        """Roughly how many pieces the collectives of one pass have; by default those of all-reduces of buckets."""
+        """Estimate the number of messages of one pass; by default those of all-reduces of its buckets."""
         assert isinstance(schedule, BucketSchedule)
         sizes = (bucket.size_bytes for bucket in schedule.buckets)
         return sum(native(ALL_REDUCE, size, world_size, library).pieces for size in sizes)
 
     def as_run(self, strategy: S, job: Job) -> Strategy:
-        """What ``job`` is run under at first, where it does not permit all options of ``strategy`` or that changes.
+        """Return the strategy that ``job`` starts with, if it does not support all options of ``strategy``.
 
-        Raises UnsupportedError if nothing of it would be left.
+        Raises UnsupportedError if nothing of the strategy would remain.
         """
         del job
         return strategy
 
     def carried_out_by(self, strategy: S, library: str) -> tuple[Strategy, Sequence[str]]:
-        """What ``strategy`` comes to where ``library`` has the collectives, and what of it that ignores or refuses.
+        """Return ``strategy`` as ``library`` carries it out, and sentences about options that it ignores or rejects.
 
-        The former is what predictions are of; the latter are sentences without a full stop, about options alone. By
-        default nothing is ignored.
+        Predictions use the returned strategy. Sentences have no full stop. By default nothing is ignored.
         """
         del library
         return strategy, ()
 
     def without_own_costs(self, cluster: Cluster) -> Cluster:
-        """``cluster`` without those measured costs that recordings under this strategy already contain."""
+        """Return ``cluster`` without measured costs that recordings under this strategy already contain."""
         return cluster
 
     # In the search.
 
     def propose(self, job: Job) -> Proposal:
-        """The plans that are worth a replay for ``job``; none by default.
+        """Propose candidate plans for ``job``; none by default.
 
-        Those that change what is trained are left out of a search unless the user has permitted them.
+        Plans that change training are searched only with the user's permission.
         """
         del job
         return Proposal()
 
     def following(self, strategy: S, fitting: Sequence[Strategy]) -> tuple[S, Sequence[Strategy]] | None:
-        """``strategy`` as one that goes over to some of ``fitting``, which are given too, as the job's network changes.
+        """Return ``strategy`` as one that switches among alternatives as the network changes, and those alternatives.
 
-        None where it cannot, as by default.
+        The alternatives are some of ``fitting``. Returns None if this strategy cannot switch (the default).
         """
         del strategy, fitting
         return None
 
     def adapting(self, strategy: Strategy) -> S | None:
-        """One that begins as ``strategy``, which may be another's, and changes while the job trains as its world does.
+        """Return a strategy that starts as ``strategy``, which may be another plug-in's, and adapts during training.
 
-        None where none does, as by default where ``strategy`` does not by itself.
+        Returns None if this plug-in cannot adapt it (the default, unless ``strategy`` adapts by itself).
         """
-        mine = isinstance(strategy, self.policy) and strategy.decides_while_training
-        return cast("S", strategy) if mine else None
+        adapts = isinstance(strategy, self.policy) and strategy.decides_while_training
+        return cast("S", strategy) if adapts else None
 
     def for_workers(self, strategy: S) -> S | None:
-        """``strategy``, which adapts, for a job of another number of workers than its plan is of.
+        """Return the adaptive ``strategy`` for a job with a different number of workers than its plan.
 
-        None where it holds for that number alone, as by default.
+        Returns None if it holds for the planned number only (the default).
         """
         del strategy
         return None
@@ -209,21 +207,23 @@ class StrategyPlugin(ABC, Generic[S]):
         return strategy
 
     def left_out(self, job: Job) -> str:
-        """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""
+        """Explain why this strategy is not considered for ``job``, whose model is not partitioned as it needs."""
         del job
         return ""
 
     def settings_for(self, tool: str, strategy: S, job: Job | None) -> Settings | None:
-        """``strategy`` as settings of ``tool``, a name of ``headway settings --for``; None, as by default, for none.
+        """Export ``strategy`` as settings of ``tool``, a name of ``headway settings --for``.
 
-        Passes of the plan are added to what the tool lacks. ``job`` has the model, where the trace is there. Raises
-        PlanError where the tool has something, but not for these options.
+        Returns None (the default) if unsupported.
+
+        Passes of the plan are added to what the tool lacks. ``job`` carries the model if a trace is available. Raises
+        PlanError if the tool supports the strategy, but not these options.
         """
         del tool, strategy, job
         return None
 
     def explain(self, before: Strategy, after: S) -> Sequence[str]:
-        """What ``after`` changes of the recorded ``before``, other than the strategy and the number of buckets."""
+        """Explain what ``after`` changes from the recorded ``before``, besides strategy and number of buckets."""
         del before, after
         return ()
 
@@ -255,54 +255,54 @@ class StrategyPlugin(ABC, Generic[S]):
         return None
 
     def updated_by(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
-        """``optimizer`` updates what ``wrap`` has wrapped; of no concern by default."""
+        """Tell the strategy which optimizer updates the wrapped model; ignored by default."""
         del wrapped, optimizer
 
     def finish(self, wrapped: nn.Module, timeout_s: float) -> tuple[int, ...] | None:
-        """End the training of ``wrapped`` with one model on all ranks; returns whose models are in it.
+        """End training with one model on all ranks; returns the ranks whose models it averages.
 
-        None, as by default, where it is not this strategy's or all ranks have the same model at any time. Raises
-        CommunicationError where that takes longer than ``timeout_s``.
+        Returns None (the default) if ``wrapped`` is not this strategy's, or all ranks always hold the same model. Raises
+        CommunicationError after ``timeout_s``.
         """
         del wrapped, timeout_s
         return None
 
     def launched_with(self, strategy: S) -> AbstractContextManager[Mapping[str, str]]:
-        """What a launcher keeps for ``strategy`` while its ranks run on this host: gives variables for them.
+        """Run services that ``strategy`` needs while ranks run on this host; yields environment variables for the ranks.
 
-        Nothing by default. Raises LaunchError where it does not start.
+        Nothing by default. Raises LaunchError if a service does not start.
         """
         del strategy
         return nullcontext({})
 
     @property
     def injection(self) -> Injection[S] | None:
-        """How a script's own DistributedDataParallel becomes this strategy's wrapper; None if it cannot."""
+        """How this strategy replaces a script's DistributedDataParallel; None if it cannot."""
         return None
 
     @property
     def schedule_injection(self) -> ScheduleInjection[S] | None:
-        """How a script's own schedule of a pipeline becomes this strategy's; None where none can."""
+        """How this strategy replaces a script's pipeline schedule; None if it cannot."""
         return None
 
     # In recordings.
 
     def wrappers(self) -> tuple[type[nn.Module], ...]:
-        """Classes that wrap models for this strategy, other than DistributedDataParallel itself."""
+        """Wrapper classes of this strategy, other than DistributedDataParallel itself."""
         return ()
 
     def recognise(self, wrapped: Any) -> InForce | None:
-        """What is in force if ``wrapped`` is trained under this strategy; None if it is not.
+        """Return the options in force if ``wrapped`` is trained under this strategy, else None.
 
-        It is a wrapped model, or a stage of ``torch.distributed.pipelining``.
+        ``wrapped`` is a wrapped model, or a stage of ``torch.distributed.pipelining``.
         """
         del wrapped
         return None
 
     def refusal(self, wrapped: nn.Module, *, compiled_around: bool) -> str:
-        """Why ``wrapped``, whatever its strategy, could not be trained under this one; "" if it could.
+        """Explain why ``wrapped`` could not be trained under this strategy; "" if it could.
 
-        ``compiled_around`` says that code which calls the wrapper was compiled.
+        ``compiled_around`` says that compiled code calls the wrapper.
         """
         del wrapped, compiled_around
         return ""

@@ -1,6 +1,6 @@
-"""The strategies there are: those that come with Headway, one line each, and what other packages bring.
+"""Registry of strategies: those shipped with Headway, and those of other packages.
 
-Another package's are found by entry points of the group ``headway.strategies``, which name ``StrategyPlugin`` objects.
+Other packages register ``StrategyPlugin`` objects as entry points of the group ``headway.strategies``.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ SHIPPED = (
 )
 
 COMPOSED = {"mesh": "headway.strategies.pipeline.mesh_plugin"}
-"""Decisions that a plan has in parts, one for each dimension of its mesh: they have no name in plan files."""
+"""Strategies composed of one part per mesh dimension; plan files list the parts instead of a name."""
 
 
 @cache
 def plugins() -> dict[str, StrategyPlugin[Any]]:
     """All strategies by name, Headway's own first."""
-    found: dict[str, StrategyPlugin[Any]] = {}
+    strategies: dict[str, StrategyPlugin[Any]] = {}
     for module in SHIPPED:
         plugin: StrategyPlugin[Any] = import_module(module).PLUGIN
-        found[plugin.name] = plugin
+        strategies[plugin.name] = plugin
     expected = "a StrategyPlugin whose policy has that name"
-    found.update((plugin.name, plugin) for plugin in load_entry_points(GROUP, found, _fitting, expected))
-    return found
+    strategies.update(
+        (plugin.name, plugin) for plugin in load_entry_points(GROUP, strategies, _fitting, expected)
+    )
+    return strategies
 
 
 def check_usable(name: str) -> None:
-    """Raise PluginError where an installed package has a strategy of that name that cannot be used."""
+    """Raise PluginError if an installed package has a strategy of this name that cannot be used."""
     if name not in plugins() and (why := why_unusable(GROUP, name)):
         raise PluginError(why)
 
@@ -60,33 +62,33 @@ def check_usable(name: str) -> None:
 def ask(
     question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False, needed: str = ""
 ) -> Iterator[tuple[str, A]]:
-    """What each strategy answers, with its name. One of another package that raises is left out, with a warning.
+    """Yield each strategy's name and answer. Strategies of other packages that raise are skipped with a warning.
 
-    Raises PluginFaultError where that is the strategy ``needed``.
+    Raises PluginFaultError if that strategy is ``needed``.
     """
     strategies = list(plugins().items())
     return answers("strategy", reversed(strategies) if last_first else strategies, question, needed=needed)
 
 
-def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
-    if isinstance(found, StrategyPlugin) and found.name == name:
-        check_complete(found.policy)
-        return found
+def _fitting(name: str, candidate: object) -> StrategyPlugin[Any] | None:
+    if isinstance(candidate, StrategyPlugin) and candidate.name == name:
+        check_complete(candidate.policy)
+        return candidate
     return None
 
 
 def names() -> tuple[str, ...]:
-    """The names of all strategies."""
+    """Names of all strategies."""
     return tuple(plugins())
 
 
 def plugin_named(name: str) -> StrategyPlugin[Any]:
-    """The strategy of this name, which must be one of ``names``."""
+    """Return the plug-in called ``name``, one of ``names``."""
     return plugins()[name]
 
 
 def policy_named(name: str) -> type[Strategy]:
-    """The class of the decisions of the strategy of this name, which must be one of ``names`` or ``COMPOSED``."""
+    """Return the policy class of the strategy called ``name``, one of ``names`` or ``COMPOSED``."""
     return _plugin(name).policy
 
 
@@ -140,22 +142,23 @@ NamedStrategy = Annotated[
 
 
 def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:
-    """What a decision belongs to."""
+    """Return the plug-in of ``strategy``."""
     return _plugin(strategy.name)
 
 
 def carried_out_by(strategy: Strategy, library: str) -> tuple[Strategy, tuple[str, ...]]:
-    """What ``strategy`` comes to where ``library`` has the collectives, and what of it that ignores or refuses."""
+    """Return ``strategy`` as ``library`` carries it out, and sentences about options that it ignores or rejects."""
     happening, ignored = plugin_of(strategy).carried_out_by(strategy, library)
     return happening, tuple(ignored)
 
 
 def adapting(strategy: Strategy) -> Strategy | None:
-    """One that begins as ``strategy`` and changes while the job trains as its world does; None where none can."""
+    """Return a strategy that starts as ``strategy`` and adapts during training; None if no plug-in has one."""
     first = plugin_of(strategy)
-    for each in (first, *(plugin for plugin in plugins().values() if plugin is not first)):
-        if (found := each.adapting(strategy)) is not None:
-            return cast("Strategy", found)
+    remaining = (plugin for plugin in plugins().values() if plugin is not first)
+    for plugin in (first, *remaining):
+        if (adaptive := plugin.adapting(strategy)) is not None:
+            return cast("Strategy", adaptive)
     return None
 
 

@@ -193,9 +193,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "partial-all-reduce", groups="static", within_hosts="all-reduce", hosts=[2, 2]
     )
     found = {
-        "another number": _refusal(wrapped(strategy=static)),
+        "do not add up": _refusal(wrapped(strategy=static)),
         "mixed_precision": _refusal(wrapped(mixed_precision=object())),
-        "process group": _refusal(wrapped(process_group=dist.new_group(list(range(world_size))))),
+        "process_group": _refusal(wrapped(process_group=dist.new_group(list(range(world_size))))),
     }
     first = wrapped()()
     found["one model"] = _refusal(wrapped())

@@ -117,8 +117,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     groups = [dist.new_group([each]) for each in range(world_size)]
     found = {
         "mixed_precision": _refusal(wrapped(mixed_precision=object())),
-        "process group": _refusal(wrapped(process_group=groups[rank])),
-        "no such option": _refusal(wrapped(patience=2)),
+        "process_group": _refusal(wrapped(process_group=groups[rank])),
+        "unknown option": _refusal(wrapped(patience=2)),
         "SyncBatchNorm": _refusal(
             lambda: PartialDataParallel(
                 nn.SyncBatchNorm.convert_sync_batchnorm(model()), strategy=strategy

@@ -138,7 +138,7 @@ def test_rounds_of_hosts_are_recorded_and_diagnosed(tmp_path: Path, staleness: i
     assert averaging is not None
     assert {each.members for each in averaging.groups} == {(0, 1)}, "hosts, by their first ranks"
     assert averaging.failed == 0
-    assert "every host trains a model that its ranks share" in averaging.changes_training
+    assert "every host trains one model on all of its ranks" in averaging.changes_training
 
 
 def test_ranks_of_one_host_train_under_ddp_with_a_warning() -> None:

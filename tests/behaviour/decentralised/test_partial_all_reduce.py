@@ -137,4 +137,4 @@ def test_a_worker_that_comes_later_has_a_peers_state(known: bool) -> None:
 def test_a_worker_with_another_model_is_refused() -> None:
     with coordinator(1, (2,)) as server:
         _, refused = workers.run(2, f"{CASES}:another_model", server.port)
-    assert "worker 0 trains another model" in refused
+    assert "worker 0 trains a different model" in refused

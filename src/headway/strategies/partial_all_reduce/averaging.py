@@ -1,11 +1,11 @@
-"""Averaging: what one worker does after each of its optimizer's steps, at once or while it computes the next one.
+"""Averages a worker's model with its group after each optimizer step, immediately or overlapped with the next step.
 
-    staleness 0   x ← step(x); x ← the group's mean, training stands still meanwhile
-    staleness 1   x ← step(x); a copy s of x is averaged while the next step is computed; after that step
+    staleness 0   x ← step(x); x ← the group's mean, while training waits
+    staleness 1   x ← step(x); a copy s of x is averaged during the next step; after that step
                   x ← x + (mean - s), as in AD-PSGD: the mean is one step old
 
-Where the coordinator was lost between a worker's vote and the decision, mean - s is kept until the decision is known,
-and then applied once or dropped; meanwhile the worker trains alone.
+If the coordinator is lost between a worker's vote and the decision, mean - s is kept until the decision is known, then
+applied once or dropped; meanwhile the worker trains alone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from headway.strategies.partial_all_reduce.coordinator.messages import Coordinat
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.rounds import OUTCOME_S, Copies, Ending, Round, Rounds
 
-Told = Callable[[Worker, Round], None]
-"""Takes a worker of this process and a round of it, at its end, on the thread that trains. It must not raise."""
+RoundCallback = Callable[[Worker, Round], None]
+"""Called with a worker of this process and its finished round, on the training thread. Must not raise."""
 
-_watching: list[Told] = []
+_watching: list[RoundCallback] = []
 
 
-def watch(told: Told) -> Callable[[], None]:
-    """Have ``told`` called from now on, until what is returned is called."""
-    _watching.append(told)
+def watch(callback: RoundCallback) -> Callable[[], None]:
+    """Call ``callback`` after each round; returns a function that stops this."""
+    _watching.append(callback)
 
     def leave() -> None:
-        if told in _watching:
-            _watching.remove(told)
+        if callback in _watching:
+            _watching.remove(callback)
 
     return leave
 
@@ -45,34 +45,34 @@ _following: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def follows(model: object) -> None:
-    """This process trains ``model``, whose rounds another rank of its host goes through."""
+    """Register ``model``, for which another rank of the host performs the rounds."""
     _following.add(model)
 
 
 def is_following() -> bool:
-    """Whether a model of this process takes over what another rank averages."""
+    """Whether another rank averages for a model of this process."""
     return bool(_following)
 
 
-def tell(worker: Worker, ended: Round) -> None:
-    """A round has ended."""
-    for told in _watching:
-        told(worker, ended)
+def notify(worker: Worker, ended: Round) -> None:
+    """Call all callbacks with a finished round."""
+    for callback in _watching:
+        callback(worker, ended)
 
 
 Observer = Callable[[Round], None]
-"""Told of each round at its end, on the thread that trains. What it raises is not caught."""
+"""Called with each finished round, on the training thread. Its exceptions are not caught."""
 
 WARN_AFTER = (3, 30, 300, 3000, 30000)
-"""After so many groups in a row that took no mean a warning is logged."""
+"""Log a warning after this many failed groups in a row."""
 _log = logging.getLogger("headway")
 
 UNKNOWN_LIMITS = 4
-"""After how many time limits with a reachable coordinator a decision that nobody knows counts as an abort."""
+"""An unknown decision counts as an abort after this many time limits with a reachable coordinator."""
 
 
 class Flight:
-    """A round on a thread of its own."""
+    """A round running on its own thread."""
 
     def __init__(self, rounds: Rounds, iteration: int, copies: Copies) -> None:
         self.copies = copies
@@ -84,7 +84,7 @@ class Flight:
         self._thread.start()
 
     def land(self) -> tuple[Round, GroupStart | None]:
-        """Wait for its end. Raises what it raised."""
+        """Wait for the round and return its result. Raises its errors."""
         self._thread.join()
         if isinstance(self._error, HeadwayError):
             raise self._error
@@ -102,7 +102,7 @@ class Flight:
 
 @dataclass(slots=True)
 class Undecided:
-    """A group whose decision this worker does not know. ``change`` is its mean minus what the worker had then."""
+    """A group with an unknown decision. ``change`` is its mean minus this worker's values at the time."""
 
     round: Round
     layout: str
@@ -111,10 +111,10 @@ class Undecided:
 
 
 class Averaging:
-    """The averaging of one worker's tensors, which ``layout`` describes as they are at the moment of the call.
+    """Averages the tensors of one worker; ``layout`` returns their current layout.
 
-    ``heard`` is told of each group's start; tensors are changed inside ``writing``. Two more copies of what is averaged
-    are held, and a third while a decision is not known.
+    ``heard`` is called with each group's start; tensors change only inside ``writing``. Holds two extra copies of the
+    averaged tensors, and a third while a decision is unknown.
     """
 
     def __init__(
@@ -136,32 +136,34 @@ class Averaging:
         self._in_vain = 0  # groups in a row that took no mean
 
     def after_step(self, iteration: int) -> None:
-        """The optimizer has made step ``iteration``, counted from 1: average, or begin to and take an earlier mean."""
+        """Average after step ``iteration``, counted from 1, or start to and apply the earlier mean."""
         self.flush(iteration)
         if self.undecided is not None:
-            self._layout()  # notes what is averaged from now on, as all ranks of a host do after each step
-            self._told(Round(iteration, Ending.ALONE, reason="an earlier group's decision is not known"))
+            self._layout()  # records which parameters are averaged, as all ranks of a host do
+            self._report(
+                Round(iteration, Ending.ALONE, reason="the decision about an earlier group is unknown")
+            )
             return
         copies = self._copies()
         if self.staleness:
             self._flight = Flight(self._rounds, iteration, copies), iteration
             return
         began_ns = time.monotonic_ns()
-        found, start = self._rounds.run(iteration, copies)
-        self._ended(found, start, copies, began_ns, steps_since=0)
+        ended, start = self._rounds.run(iteration, copies)
+        self._conclude(ended, start, copies, began_ns, steps_since=0)
 
     def flush(self, iteration: int) -> None:
-        """Take the mean that is in flight, if there is one, and what is known by now about undecided groups."""
+        """Apply the mean in flight, if any, and decisions about earlier groups that are known by now."""
         if self._flight is not None:
             (flight, of_iteration), self._flight = self._flight, None
             began_ns = time.monotonic_ns()
-            found, start = flight.land()
-            self._ended(found, start, flight.copies, began_ns, steps_since=iteration - of_iteration)
+            ended, start = flight.land()
+            self._conclude(ended, start, flight.copies, began_ns, steps_since=iteration - of_iteration)
         if self.undecided is not None:
             self._resolve(self.undecided, iteration)
 
     def drop(self) -> None:
-        """The tensors were replaced: what was begun with those before is of no use. Its group has its share of them."""
+        """Discard the round in flight after the tensors were replaced, without leaving its group waiting."""
         flight, self._flight, self.undecided = self._flight, None, None
         if flight is not None:
             self._flats = None
@@ -172,39 +174,39 @@ class Averaging:
         layout = self._layout()
         if self._flats is None or not layout.fits(self._flats[0]):
             self._flats = layout.empty(), layout.empty()
-        own, mean = self._flats
-        layout.read(own)
-        return Copies(layout, own, mean)
+        before, mean = self._flats
+        layout.read(before)
+        return Copies(layout, before, mean)
 
-    def _ended(
-        self, found: Round, start: GroupStart | None, copies: Copies, began_ns: int, steps_since: int
+    def _conclude(
+        self, ended: Round, start: GroupStart | None, copies: Copies, began_ns: int, steps_since: int
     ) -> None:
         if start is not None:
             self._heard(start)
-        found = replace(found, staleness=steps_since)
-        if found.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
-            apart, size = copies.layout.distance(copies.own, copies.mean)
-            found = replace(found, distance=apart, relative_distance=apart / size if size else 0.0)
-        if found.ending is Ending.COMMITTED and not steps_since:
+        ended = replace(ended, staleness=steps_since)
+        if ended.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
+            apart, size = copies.layout.distance(copies.before, copies.mean)
+            ended = replace(ended, distance=apart, relative_distance=apart / size if size else 0.0)
+        if ended.ending is Ending.COMMITTED and not steps_since:
             with self._writing():
                 copies.layout.write(copies.mean)  # the same bits on all members
-        elif found.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
-            copies.mean.subtract_(copies.own)
-            if found.ending is Ending.COMMITTED:
+        elif ended.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
+            copies.mean.subtract_(copies.before)
+            if ended.ending is Ending.COMMITTED:
                 layout = self._layout()  # tensors may have moved since
                 with self._writing():
                     (layout if layout.digest == copies.layout.digest else copies.layout).add(copies.mean)
             else:
-                self.undecided = Undecided(found, copies.layout.digest, copies.mean)
+                self.undecided = Undecided(ended, copies.layout.digest, copies.mean)
                 self._flats = None
-        elif found.ending is Ending.ABORTED:
+        elif ended.ending is Ending.ABORTED:
             self._flats = (
                 None  # an all-reduce that ran out of time writes into its copy once its peers come back
             )
-        self._told(replace(found, blocked_ns=time.monotonic_ns() - began_ns))
+        self._report(replace(ended, blocked_ns=time.monotonic_ns() - began_ns))
 
     def _resolve(self, undecided: Undecided, iteration: int) -> None:
-        # It has to be asked: nobody tells a worker that joins again what was decided meanwhile.
+        # A worker that rejoins is not told decisions made meanwhile: it must ask.
         asked_s = OUTCOME_S if self._coordinator.is_reachable else 0.0
         outcome = self._coordinator.outcome(undecided.round.number, asked_s)
         if outcome is None:
@@ -219,7 +221,7 @@ class Averaging:
         self.undecided = None
         layout = self._layout()
         apply = bool(outcome) and layout.digest == undecided.layout
-        reason = "the group did not take the mean" if outcome is False else "nobody knows the decision"
+        reason = "the group discarded the mean" if outcome is False else "the decision is unknown"
         if apply:
             with self._writing():
                 layout.add(undecided.change)
@@ -228,29 +230,29 @@ class Averaging:
             staleness=iteration - undecided.round.iteration,
             reason="" if apply else reason,
         )  # fmt: skip
-        self._told(ended)
+        self._report(ended)
 
-    def _told(self, ended: Round) -> None:
+    def _report(self, ended: Round) -> None:
         self.committed += ended.ending is Ending.COMMITTED
         self.aborted += ended.ending is Ending.ABORTED
         self._warn_of(ended)
         if ended.ending is Ending.COMMITTED:
             self.last = ended
         self._coordinator.report(ended.metrics())
-        tell(self._rounds.worker, ended)
+        notify(self._rounds.worker, ended)
         if self._observer is not None:
             self._observer(ended)
 
     def _warn_of(self, ended: Round) -> None:
-        """Say that groups take no mean, one after the other: this worker trains alone then."""
+        """Warn about consecutive failed groups: this worker trains alone then."""
         if ended.ending is not Ending.ABORTED:
             self._in_vain *= ended.ending is not Ending.COMMITTED
             return
         self._in_vain += 1
         if self._in_vain in WARN_AFTER:
             _log.warning(
-                "worker %d: %d groups in a row took no mean, the last one with workers %s: %s. A group may take %g s "
-                "(time_limit_s)", self._rounds.worker, self._in_vain,
+                "worker %d: %d groups in a row failed to average, the last one with workers %s: %s. The time limit of a "
+                "group is %g s (time_limit_s)", self._rounds.worker, self._in_vain,
                 ", ".join(str(member) for member in ended.members if member != self._rounds.worker), ended.reason,
                 self._time_limit_s,
             )  # fmt: skip

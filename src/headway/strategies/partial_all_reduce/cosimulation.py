@@ -1,4 +1,4 @@
-"""Decentralised training simulated: the generator that serves a live job decides while the simulation runs."""
+"""Simulates partial all-reduce: the generator that serves live jobs forms groups while the simulation runs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ from headway.strategies.partial_all_reduce.matrices import Consensus, iterations
 
 @dataclass(frozen=True)
 class Scenario:
-    """Times are nanoseconds from the start.
+    """Time span and random events of a simulation. Times are nanoseconds from the start.
 
-    What happens until ``from_ns`` is a warm-up; nothing is simulated from ``until_ns`` on. ``deaths`` and ``joins``
-    are (time, rank): a rank that joins first is not there from the start; one may join again after its death. Every
-    iteration takes, with the probability ``slow_share``, ``slow_factor`` times as long, and a share of up to ``jitter``
-    more or less, by ``seed``.
+    The time before ``from_ns`` is a warm-up, and the simulation ends at ``until_ns``. ``deaths`` and ``joins`` are
+    (time, rank): a rank whose first event is a join is absent at first; ranks may rejoin after dying. With probability
+    ``slow_share`` an iteration takes ``slow_factor`` times as long, and each varies by a share of up to ``jitter``.
     """
 
     until_ns: int
@@ -50,50 +49,50 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if not 0 <= self.from_ns < self.until_ns:
-            raise ValueError(f"no time lies between {self.from_ns} ns and {self.until_ns} ns")
+            raise ValueError(f"expected 0 <= from_ns < until_ns, got {self.from_ns} and {self.until_ns}")
         if any(time_ns < 1 for time_ns, _ in (*self.deaths, *self.joins)):
-            raise ValueError("ranks die and join after the start")
+            raise ValueError("deaths and joins must be after the start")
         if (rank := self._incidents.twice()) is not None:
-            raise ValueError(f"rank {rank} dies or joins twice, one time after the other")
+            raise ValueError(f"rank {rank} dies or joins twice in a row")
 
     @property
     def _incidents(self) -> Incidents:
         return Incidents(deaths=tuple(self.deaths), joins=tuple(self.joins))
 
     def absent_first(self, rank: int) -> bool:
-        """Whether a rank is not there from the start: the first that happens to it is that it joins."""
+        """Whether a rank is absent at the start, because its first event is a join."""
         happens = self._incidents.of(rank)
         return bool(happens) and happens[0][1]
 
     def factor(self, rank: int, iteration: int) -> float:
-        """How many times as long as usual an iteration of a rank takes."""
+        """Return the slowdown of an iteration of a rank."""
         slow = slowed(self.slow_share, self.slow_factor, self.seed, rank, iteration)
         return slow * jittered(self.jitter, self.seed, rank, iteration)
 
 
 @dataclass(frozen=True)
 class Iterations:
-    """What each rank computes: its steps one after the other, again and again.
+    """Computation of each rank: its steps, repeated in order.
 
-    ``steps[rank][position]`` are the parts of a step and their times (ns), without any communication.
+    ``steps[rank][position]`` are the parts of a step and their times (ns), without communication.
     """
 
     steps: Sequence[Sequence[Sequence[tuple[str, int]]]]
     scenario: Scenario
-    factors: Mapping[int, float] = field(default_factory=dict)  # of single ranks, besides
+    factors: Mapping[int, float] = field(default_factory=dict)  # additional slowdown by rank
 
     def of(self, rank: int, iteration: int) -> Sequence[tuple[str, int]]:
-        """The parts of an iteration, in order."""
-        own = self.steps[rank]
+        """Return the parts of an iteration and their times (ns), in order."""
+        steps = self.steps[rank]
         factor = self.scenario.factor(rank, iteration) * self.factors.get(rank, 1.0)
-        return [(part, round(time_ns * factor)) for part, time_ns in own[iteration % len(own)]]
+        return [(part, round(time_ns * factor)) for part, time_ns in steps[iteration % len(steps)]]
 
 
 def parts_of(timeline: Timeline) -> tuple[tuple[str, int], ...]:
-    """What a rank computes in a step that communicates nothing until its end.
+    """Return the computation of a step that communicates only at its end.
 
-    The collectives of the recorded strategy are not there, and so neither is what it did with their results; nor are
-    those of the script itself, such as the average of a loss: they would bring ranks together at every step.
+    Collectives of the recorded strategy and the work on their results are dropped. So are the script's own collectives,
+    such as averaging a loss, which would synchronise all ranks in every step.
     """
     parts: list[tuple[str, int]] = []
     optimizer_ns = timeline.optimizer_ns
@@ -114,13 +113,13 @@ def parts_of(timeline: Timeline) -> tuple[tuple[str, int], ...]:
 
 
 class ScheduledState(State):
-    """What it knows: the round that each worker asked for last, -1 for none."""
+    """State of ``ScheduledGroups``: the last round that each worker asked for, -1 for none."""
 
     rounds: tuple[int, ...]
 
 
 class ScheduledGroups(Attendance[GeneratorOptions]):
-    """The groups of a ``GroupSchedule``, each in the round in which its members are. Nobody may leave.
+    """Generator that follows a ``GroupSchedule``; workers cannot leave.
 
     Live ranks know the schedule and need no coordinator.
     """
@@ -133,7 +132,7 @@ class ScheduledGroups(Attendance[GeneratorOptions]):
         self._schedule = schedule
         self._rounds = [-1] * schedule.world_size
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         self._rounds[worker] += 1
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
@@ -143,11 +142,11 @@ class ScheduledGroups(Attendance[GeneratorOptions]):
                 continue
             round_ = self._rounds[worker]
             group = self._schedule.group_of(worker, round_) or (worker,)
-            if all(self._is_ready(each) and self._rounds[each] == round_ for each in group):
+            if all(self._is_ready(member) and self._rounds[member] == round_ for member in group):
                 yield group
 
-    def _known(self) -> dict[str, Any]:
-        return {**super()._known(), "rounds": tuple(self._rounds)}
+    def _snapshot(self) -> dict[str, Any]:
+        return {**super()._snapshot(), "rounds": tuple(self._rounds)}
 
     def _take(self, state: Any) -> None:
         super()._take(state)
@@ -158,7 +157,7 @@ ASKS, IS_DONE, WAKES, HAPPENS = "asks", "group is done", "wakes", "happens"
 
 
 def generator_for(schedule: GroupSchedule | CoordinatedGroups, cluster: Cluster) -> GroupGenerator:
-    """What forms groups: the class that the live coordinator asks, or the fixed schedule."""
+    """Return the generator of the live coordinator, or one that follows a fixed schedule."""
     hosts = {rank: cluster.hosts[host].name for rank, host in enumerate(cluster.host_of_rank)}
     if isinstance(schedule, GroupSchedule):
         return ScheduledGroups(schedule, hosts)
@@ -167,17 +166,17 @@ def generator_for(schedule: GroupSchedule | CoordinatedGroups, cluster: Cluster)
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank, in the life that it has now. ``finished`` counts iterations over all of its lives."""
+    """State of a rank. ``life`` counts joins and deaths; ``finished`` counts iterations over all lives."""
 
     life: int = 0
     is_there: bool = False
     finished: int = 0
     cursor: RankCursor | None = None  # lays out what comes next
-    stands: Decision | None = None  # where its main thread stands still
+    stands: Decision | None = None  # where its main thread waits
     since_ns: int = 0  # since the end of its iteration
-    asked: Decision | None = None  # where it asked for the group that it waits for, or is in
-    asked_ns: int = 0
-    has_mean: bool = False  # that it has not handed down
+    request: Decision | None = None  # where it asked for its current group
+    request_ns: int = 0
+    has_mean: bool = False  # not yet broadcast to the ranks of its host
 
 
 @dataclass(slots=True)
@@ -191,16 +190,16 @@ class _Group:
 
 
 class CoSimulation:
-    """Lays out iterations and groups as they come: the ``Decider`` of one simulation, to be played once.
+    """Lays out iterations and groups as they occur: the ``Decider`` of one simulation, to be played once.
 
-    A rank computes an iteration and asks for a group; with ``staleness`` 0 it stands until the group has averaged, with
-    1 it computes the next iteration meanwhile and stands before it would ask again. A group all-reduces ``size_bytes``
-    and is done when all of its members have finished: they vote on whether all hold the mean. To ask, to be granted and
-    to vote take a message between hosts each, unless the schedule is fixed. A group of which a member dies ends when it
-    would have, and nobody takes the mean over. Ranks that join have the model at once.
+    A rank computes an iteration and asks for a group. With ``staleness`` 0 it waits until the group has averaged; with
+    1 it computes the next iteration meanwhile and waits before asking again. A group all-reduces ``size_bytes`` and ends
+    when all members have finished and voted. Asking, granting and voting take one message between hosts each, unless the
+    schedule is fixed. If a member dies, its group ends at the same time but discards the mean. Joining ranks receive
+    the model instantly.
 
-    Where hosts are the workers, ``cluster`` has a rank for each, and a host that has taken a mean stands for its
-    ``hand_down_ns`` until its other ranks have it: before it goes on, or with ``staleness`` 1 before it asks again.
+    If hosts are the workers, ``cluster`` has one rank per host. A host that has applied a mean waits ``hand_down_ns``
+    while it broadcasts to its other ranks: before continuing, or with ``staleness`` 1 before asking again.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class CoSimulation:
     ) -> None:
         if isinstance(schedule, GroupSchedule) and (iterations.scenario.deaths or iterations.scenario.joins):
             raise UnsupportedError(
-                "groups that are fixed cannot go on without a rank", got="ranks that die or join",
-                fix="Let a generator form groups, such as first-come.",
+                "static groups cannot continue when ranks die or join", got="deaths or joins",
+                fix="Use a generator, such as groups=first-come.",
             )  # fmt: skip
         self._iterations, self._size_bytes, self._staleness = iterations, size_bytes, staleness
         self._hand_down_ns = hand_down_ns or [0] * cluster.world_size
@@ -253,8 +252,8 @@ class CoSimulation:
             if not scenario.absent_first(rank):
                 self._join(rank, 0, -1)
         played = self._decisions.play(self, scenario.until_ns)
-        for rank, own in enumerate(self._ranks):
-            if own.stands is not None:
+        for rank, state in enumerate(self._ranks):
+            if state.stands is not None:
                 self._stood(rank, scenario.until_ns)
         selections = {collective.selection for collective in self.graph.collectives}
         return Outcome(
@@ -264,8 +263,8 @@ class CoSimulation:
             groups=self.runs,
             standing_ns=self._standing_ns,
             forming_ns=self._forming_ns,
-            distance=self.consensus.distance(self._there),
-            spread=self.consensus.spread(self._there),
+            distance=self.consensus.distance(self._present),
+            spread=self.consensus.spread(self._present),
             mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
             operations=len(played.end_ns),
             mixing_iterations=iterations_to_mix(
@@ -277,23 +276,23 @@ class CoSimulation:
         )
 
     def selection(self, members: Sequence[int]) -> Selection:
-        """How a group all-reduces: over connections of Gloo's, whatever the library (``contexts``)."""
+        """Return the all-reduce of a group: over Gloo connections, whatever the library of the job."""
         return native(ALL_REDUCE, self._size_bytes, len(members))
 
     # The decider.
 
-    def decide(self, now_ns: int, asked: Sequence[Decision]) -> None:
-        """Tell the generator what has happened, and begin what it grants."""
-        for each in asked:
-            if each.name == IS_DONE:
-                self._member_is_done(each, now_ns)
-        for each in asked:
-            if each.name == ASKS and self._lives[each.operation] == self._ranks[each.rank].life:
-                self._computed(each, now_ns)
-        for each in asked:
-            if each.name == HAPPENS:
-                happen, rank = self._happens[each.operation]
-                happen(rank, now_ns, each.operation)
+    def decide(self, now_ns: int, decisions: Sequence[Decision]) -> None:
+        """Pass events to the generator and start the groups that it grants."""
+        for decision in decisions:
+            if decision.name == IS_DONE:
+                self._member_is_done(decision, now_ns)
+        for decision in decisions:
+            if decision.name == ASKS and self._lives[decision.operation] == self._ranks[decision.rank].life:
+                self._computed(decision, now_ns)
+        for decision in decisions:
+            if decision.name == HAPPENS:
+                happen, rank = self._happens[decision.operation]
+                happen(rank, now_ns, decision.operation)
         if (wake_ns := self._generator.wake_ns) is not None and wake_ns <= now_ns:
             self._begin(self._generator.wake(now_ns), now_ns)
         self._set_alarm(now_ns)
@@ -310,76 +309,76 @@ class CoSimulation:
     # Ranks.
 
     def _join(self, rank: int, now_ns: int, operation: int) -> None:
-        own = self._ranks[rank]
-        assert not own.is_there, "a rank joins that is there"
-        source = next((each for each, other in enumerate(self._ranks) if other.is_there), None)
+        state = self._ranks[rank]
+        assert not state.is_there, "a rank joins that is there"
+        source = next((peer for peer, peer_state in enumerate(self._ranks) if peer_state.is_there), None)
         if source is not None and now_ns:
             self.consensus.copied(rank, source)
-        self._ranks[rank] = _Rank(own.life + 1, True, own.finished)
-        self._ranks[rank].cursor = RankCursor(rank, own.finished, operation)
+        self._ranks[rank] = _Rank(state.life + 1, True, state.finished)
+        self._ranks[rank].cursor = RankCursor(rank, state.finished, operation)
         grants = self._generator.join(rank, now_ns)
         self._lay_out_iteration(rank)
         self._begin(grants, now_ns)
 
     def _die(self, rank: int, now_ns: int, _operation: int) -> None:
-        own = self._ranks[rank]
-        if not own.is_there:
+        state = self._ranks[rank]
+        if not state.is_there:
             return
-        if own.stands is not None:
+        if state.stands is not None:
             self._stood(rank, now_ns)
         for group in self._groups.values():
-            group.averaged &= group.lives.get(rank) != own.life
-        self._ranks[rank] = _Rank(own.life + 1, False, own.finished)
+            group.averaged &= group.lives.get(rank) != state.life
+        self._ranks[rank] = _Rank(state.life + 1, False, state.finished)
         self._begin(self._generator.leave(rank, now_ns), now_ns)
 
     def _lay_out_iteration(self, rank: int) -> None:
-        own = self._ranks[rank]
-        assert own.cursor is not None
-        for part, time_ns in self._iterations.of(rank, own.finished):
-            self.graph.compute(own.cursor, part, time_ns)
-        decision = self._decisions.ask(own.cursor, ASKS)
-        self._lives[decision.operation] = own.life
-        own.cursor.step += 1
+        state = self._ranks[rank]
+        assert state.cursor is not None
+        for part, time_ns in self._iterations.of(rank, state.finished):
+            self.graph.compute(state.cursor, part, time_ns)
+        decision = self._decisions.ask(state.cursor, ASKS)
+        self._lives[decision.operation] = state.life
+        state.cursor.step += 1
 
     def _computed(self, decision: Decision, now_ns: int) -> None:
         """A rank has computed an iteration."""
-        rank, own = decision.rank, self._ranks[decision.rank]
+        rank, state = decision.rank, self._ranks[decision.rank]
         self.finished_ns[rank].append(now_ns)
         self.consensus.iterated(rank)
-        own.finished += 1
-        own.stands, own.since_ns = decision, now_ns
-        if own.asked is None:
+        state.finished += 1
+        state.stands, state.since_ns = decision, now_ns
+        if state.request is None:
             self._handed_down(rank, now_ns, self._ask)
 
     def _handed_down(self, rank: int, now_ns: int, then: Callable[[int, int], None]) -> None:
-        """Have a host that has taken a mean hand it down before ``then``."""
-        own = self._ranks[rank]
-        taken_ns = self._hand_down_ns[rank] if own.has_mean else 0
-        own.has_mean = False
+        """Call ``then`` after a host has broadcast a new mean to its ranks."""
+        state = self._ranks[rank]
+        taken_ns = self._hand_down_ns[rank] if state.has_mean else 0
+        state.has_mean = False
         if not taken_ns:
             then(rank, now_ns)
             return
 
         def happen(rank: int, now_ns: int, _operation: int) -> None:
-            if self._ranks[rank].life == own.life:
+            if self._ranks[rank].life == state.life:
                 then(rank, now_ns)
 
         self._at(taken_ns, happen, rank)
 
     def _ask(self, rank: int, now_ns: int) -> None:
-        own = self._ranks[rank]
-        own.asked, own.asked_ns = own.stands, now_ns
+        state = self._ranks[rank]
+        state.request, state.request_ns = state.stands, now_ns
         if self._staleness:
             self._go_on(rank, now_ns)
         self._begin(self._generator.ask(rank, now_ns), now_ns)
 
     def _go_on(self, rank: int, now_ns: int) -> None:
         """Have a rank compute its next iteration."""
-        own = self._ranks[rank]
-        assert own.stands is not None
+        state = self._ranks[rank]
+        assert state.stands is not None
         self._stood(rank, now_ns)
-        self._decisions.answer(own.stands)
-        own.stands = None
+        self._decisions.answer(state.stands)
+        state.stands = None
         self._lay_out_iteration(rank)
 
     def _stood(self, rank: int, now_ns: int) -> None:
@@ -387,10 +386,10 @@ class CoSimulation:
         self._standing_ns[rank] += max(0, now_ns - since_ns)
 
     def _released(self, rank: int, now_ns: int) -> None:
-        """The group of a rank is over: it goes on, or asks for the next if it has been waiting to."""
-        own = self._ranks[rank]
-        own.asked = None
-        if own.stands is None:
+        """Continue after the end of a rank's group, or ask for the next group if the rank waits to."""
+        state = self._ranks[rank]
+        state.request = None
+        if state.stands is None:
             return
         self._handed_down(rank, now_ns, self._ask if self._staleness else self._go_on)
 
@@ -399,7 +398,7 @@ class CoSimulation:
     def _begin(self, grants: Iterable[Grant], now_ns: int) -> None:
         for grant in grants:
             for rank in grant.members:
-                begun_ns = max(self._scenario.from_ns, self._ranks[rank].asked_ns)
+                begun_ns = max(self._scenario.from_ns, self._ranks[rank].request_ns)
                 self._forming_ns[rank] += max(0, now_ns - begun_ns)
             if len(grant.members) == 1:
                 self._released(grant.members[0], now_ns)
@@ -407,7 +406,7 @@ class CoSimulation:
             members = [self._ranks[rank] for rank in grant.members]
             self._groups[grant.number] = _Group(
                 grant.members,
-                tuple(own.finished for own in members),
+                tuple(state.finished for state in members),
                 now_ns,
                 {rank: member.life for rank, member in zip(grant.members, members, strict=True)},
             )
@@ -415,15 +414,15 @@ class CoSimulation:
                 self._average(rank, grant)
 
     def _average(self, rank: int, grant: Grant) -> None:
-        """Lay out a member's part of a group: on its main thread, or apart from it."""
-        own = self._ranks[rank]
-        assert own.asked is not None
-        assert own.cursor is not None
+        """Lay out a member's part of a group, on its main thread or beside it."""
+        state = self._ranks[rank]
+        assert state.request is not None
+        assert state.cursor is not None
         if self._staleness:
-            cursor = RankCursor(rank, own.asked.step, own.asked.operation)
+            cursor = RankCursor(rank, state.request.step, state.request.operation)
         else:
-            self._decisions.answer(own.asked)
-            cursor = own.cursor
+            self._decisions.answer(state.request)
+            cursor = state.cursor
         self._delay(cursor, 2 * self._message_ns)  # to ask, and to be granted
         number = self.graph.launch(
             cursor, ALL_REDUCE, grant.number, self._size_bytes, bucket=-1, members=grant.members,
@@ -434,10 +433,10 @@ class CoSimulation:
         decision = self._decisions.ask(cursor, IS_DONE)
         self._group_of[decision.operation] = grant.number
         if not self._staleness:
-            own.stands = decision
+            state.stands = decision
 
     def _delay(self, cursor: RankCursor, time_ns: int) -> None:
-        """A while in which nothing of this rank happens, after all that the cursor waits for."""
+        """Add a delay after everything that the cursor waits for."""
         if time_ns:
             ends = [self.graph.communications[number].end_of(cursor.rank) for number in cursor.pending]
             cursor.pending.clear()
@@ -457,7 +456,7 @@ class CoSimulation:
             GroupRun(number, group.members, group.iterations, group.begin_ns, now_ns, group.averaged)
         )
         if now_ns > self._scenario.from_ns and len(self.runs) % max(1, len(self._ranks) // 8) == 0:
-            self._spreads.append(self.consensus.spread(self._there))
+            self._spreads.append(self.consensus.spread(self._present))
         self._begin(self._generator.ended(number, now_ns), now_ns)
         for rank in group.members:
             if self._staleness:
@@ -467,5 +466,5 @@ class CoSimulation:
                 self._released(rank, now_ns)
 
     @property
-    def _there(self) -> list[int]:
-        return [rank for rank, own in enumerate(self._ranks) if own.is_there]
+    def _present(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._ranks) if state.is_there]

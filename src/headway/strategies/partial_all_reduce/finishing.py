@@ -1,12 +1,12 @@
-"""Finishing: the workers' last models become one, by a last mean over all live workers or as one worker has it.
+"""Ends training with one model: the mean over all live workers, or the model of one of them.
 
-Workers leave their groups first. The live worker of the lowest number collects what each has at its end and gives each
-the mean, so that all hold the same bits, and everybody learns who is in it. A worker that has joined lately may not
-know that one yet: it asks the lowest that it knows, who hands on what it gets.
+Workers leave their groups first. The live worker of the lowest number collects all final models and sends the mean back,
+so that all workers hold the same bits and know whose models are in it. A worker that joined recently may not know the
+collector yet: it asks the lowest worker that it knows, which passes on what it receives.
 
-Who has not finished in time is left out, of whatever number: asked for its model, or for what is agreed, it concedes
-(``finals``), never collects, and ends with what the others agreed on or with an error. So workers that reach each other
-have one final model.
+A worker that has not finished in time is left out, whatever its number: when asked for its model or the agreed one, it
+concedes, never collects, and ends with the model that the others agreed on or with an error. So workers that can reach
+each other end with one model.
 """
 
 from __future__ import annotations
@@ -22,69 +22,69 @@ from typing import Any, Literal
 import torch
 
 from headway.errors import CommunicationError, one_line
+from headway.rpc import frames
+from headway.rpc.frames import FrameError, Header, Limits
 from headway.rpc.trusted import receive_exactly
 from headway.strategies.live.averaged import Flat
-from headway.strategies.partial_all_reduce import frames
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
-from headway.strategies.partial_all_reduce.frames import FrameError, Header
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 from headway.strategies.partial_all_reduce.rounds import LayoutError, mean_of
 
 HELLO_S = 2.0
-MAX_KNOWN = 65536
-MAX_TOLD = 128
+MAX_PEERS = 65536
+MAX_LISTED = 128
 
 
-class Known:
-    """Every other worker as it was last heard of: there at the joining, met in groups, or because it said hello."""
+class PeerDirectory:
+    """The other workers and their addresses: known from joining, from groups, or because they said hello."""
 
-    def __init__(self, own: Member, server: PeerServer) -> None:
-        self.own = own
-        """This worker, as it tells others of itself."""
+    def __init__(self, member: Member, server: PeerServer) -> None:
+        self.member = member
+        """Description of this worker for others."""
         self._members: dict[int, Member] = {}
         server.handle("hello", self._hello)
 
     @property
-    def others(self) -> list[Member]:
-        """By their numbers."""
+    def peers(self) -> list[Member]:
+        """The other workers, by number."""
         return [member for _, member in sorted(dict(self._members).items())]
 
     def add(self, members: Iterable[Member], *, at_first_hand: bool = False) -> None:
-        """Remember where ``members`` are: they have said so themselves, or nothing of a later incarnation is known."""
+        """Add ``members``, unless a later incarnation is known and they did not report it ``at_first_hand``."""
         for member in members:
-            if member.worker == self.own.worker or len(self._members) >= MAX_KNOWN:
+            if member.worker == self.member.worker or len(self._members) >= MAX_PEERS:
                 continue
-            known = self._members.get(member.worker)
-            if known is None or at_first_hand or member.incarnation >= known.incarnation:
+            held = self._members.get(member.worker)
+            if held is None or at_first_hand or member.incarnation >= held.incarnation:
                 self._members[member.worker] = member
 
-    def told(self) -> list[dict[str, Any]]:
-        """Workers that this one has heard of, and another one perhaps not, as JSON."""
-        return [as_json(member) for member in self.others[:MAX_TOLD]]
+    def listing(self) -> list[dict[str, Any]]:
+        """Return known workers as JSON, for other workers."""
+        return [as_json(member) for member in self.peers[:MAX_LISTED]]
 
-    def hear(self, told: Any) -> None:
-        """Remember workers that another one has told of and this one does not know. Raises FrameError."""
-        members = [member_from(each) for each in told[:MAX_TOLD]] if isinstance(told, list) else []
+    def merge(self, entries: Any) -> None:
+        """Add unknown workers from another worker's ``listing``. Raises FrameError if it is malformed."""
+        members = [member_from(entry) for entry in entries[:MAX_LISTED]] if isinstance(entries, list) else []
         self.add(member for member in members if member.worker not in self._members)
 
     def say_hello(self, peers: Peers) -> None:
-        """Tell the others that this worker is there, and hear of more; those that do not answer are left alone.
+        """Announce this worker to all others and learn of more; workers that do not answer are skipped.
 
-        A coordinator that was away for a lease knows only who has come back to it, and so tells less than peers do.
+        A coordinator that was down for a lease knows only workers that have reconnected, so peers may know more.
         """
         greeted: set[Member] = set()
-        while waiting := [each for each in self.others if each not in greeted]:
+        while waiting := [peer for peer in self.peers if peer not in greeted]:
             for member in waiting:
                 greeted.add(member)
                 with suppress(OSError):
-                    request = {"kind": "hello", "member": as_json(self.own)}
+                    request = {"kind": "hello", "member": as_json(self.member)}
                     answer, _ = peers.ask(member, request, b"", time.monotonic() + HELLO_S)
-                    self.hear(answer.get("known"))
+                    self.merge(answer.get("known"))
 
     def _hello(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         self.add([member_from(header["member"])], at_first_hand=True)
-        frames.send(connection, {"known": self.told()}, b"", deadline)
+        frames.send(connection, {"known": self.listing()}, b"", deadline)
 
 
 def as_json(member: Member) -> dict[str, Any]:
@@ -94,35 +94,29 @@ def as_json(member: Member) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def member_from(found: Any) -> Member:
-    """The member of such an object. Raises FrameError where it is none."""
-    if isinstance(found, Mapping):
-        match dict(found):
+def member_from(document: Any) -> Member:
+    """Return the member of a JSON object. Raises FrameError if it is malformed."""
+    if isinstance(document, Mapping):
+        match dict(document):
             case {"worker": int(w), "incarnation": int(i), "address": str(a), "host": str(h)}:
                 if 0 <= w < 2**31 and len(a) < 300 and len(h) < 300:
                     return Member(w, i, a, h)
-    raise FrameError("no member of a job")
+    raise FrameError("invalid worker description")
 
 
 CONNECT_S = 10.0
-"""Who does not answer a connection for so long is lost; whoever only has not finished does answer it."""
+"""A worker that does not accept a connection in this time is lost; one that is merely busy does accept it."""
 
 Kind = Literal["final", "agreed"]
 
 
-# Finals: what a worker ended with and what workers agreed on, given to those that ask, and asked of others.
-#
-# A worker that is asked and has not finished by the time that its asker names **concedes**, for good: the others end
-# without its model, and it takes what they agreed on.
-
-
 class ConcededError(ConnectionError):
-    """A worker has not finished, or finished too late: others end without its model."""
+    """A worker has conceded: it did not finish in time, and the others end without its model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """Values of which ``workers``' models are the mean; ``agreed``, or what one of them ended with."""
+    """A final model: the ``agreed`` mean of the models of ``workers``, or the model of one worker."""
 
     flat: Flat
     digest: str
@@ -131,29 +125,33 @@ class Final:
 
 
 class Finals:
-    """One worker's, and its way to those of others. ``changed`` is notified whenever something is new."""
+    """Serves this worker's final model and the agreed one, and requests those of others.
 
-    def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known, self._peers = own.worker, known, peers
+    A worker that is asked and has not finished by the requested time concedes for good: the others end without its
+    model, and it takes the agreed one. ``changed`` is notified of every change.
+    """
+
+    def __init__(self, member: Member, directory: PeerDirectory, server: PeerServer, peers: Peers) -> None:
+        self._worker, self._directory, self._peers = member.worker, directory, peers
         self.heard: set[Worker] = set()
-        """Workers that have asked for something since ``ask`` asked them for what is agreed: they are there."""
+        """Workers that sent a request after they were last asked for the agreed model, so they are alive."""
         self.changed = threading.Condition()
         self.conceded = False
         self._final: Final | None = None
         self._agreed: Final | None = None
         self._served: set[Worker] = set()
-        self._waiting = 0  # requests for what is agreed on that are being answered
+        self._waiting = 0  # pending requests for the agreed model
         server.handle("final", self._give)
         server.handle("agreed", self._give)
 
     def end_with(self, final: Final) -> None:
-        """This worker has finished: from here on it does not concede."""
+        """Set this worker's final model: from now on it does not concede."""
         with self.changed:
             self._final = final
             self.changed.notify_all()
 
     def agree(self, agreed: Final, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Give ``agreed`` to those that ask, unless something has come first; returns whether nothing has."""
+        """Publish ``agreed`` unless ``unless()`` is true; returns whether it was published."""
         with self.changed:
             if unless():
                 return False
@@ -162,57 +160,57 @@ class Finals:
             return True
 
     def wait_for_served(self, workers: Collection[Worker], deadline: float) -> None:
-        """Until those have what is agreed on."""
+        """Wait until ``workers`` have received the agreed model."""
         with self.changed:
             self.changed.wait_for(
-                lambda: set(workers) - {self._own} <= self._served,
+                lambda: set(workers) - {self._worker} <= self._served,
                 max(0.0, deadline - time.monotonic()),
             )
 
     def wait_for_askers(self, deadline: float) -> None:
-        """Until all that ask at present have what is agreed on."""
+        """Wait until all current requests for the agreed model are answered."""
         with self.changed:
             self.changed.wait_for(lambda: not self._waiting, max(0.0, deadline - time.monotonic()))
 
     def ask(
         self, member: Member, kind: Kind, like: Final, deadline: float, *, concede_by: float | None
     ) -> Final:
-        """What ``member`` ended with, or what is agreed on, before ``deadline``; the latter wherever it is known.
+        """Request the final or the agreed model from ``member``; the agreed one is returned if it is known.
 
-        If it has not finished by ``concede_by`` it concedes. Raises ConcededError, OSError, TimeoutError, and
-        LayoutError where it is not of the layout of ``like``.
+        A member that has not finished by ``concede_by`` concedes. Raises ConcededError, OSError, TimeoutError, and
+        LayoutError if its layout differs from ``like``.
         """
         reached_by = min(deadline, time.monotonic() + CONNECT_S)
         with self._peers.connect(member, reached_by) as connection:
             now = time.monotonic()
             request: Mapping[str, Any] = {
-                "kind": kind, "member": as_json(self._known.own), "known": self._known.told(),
+                "kind": kind, "member": as_json(self._directory.member), "known": self._directory.listing(),
                 "wait_s": max(0.0, deadline - now),
                 "concede_s": None if concede_by is None else max(0.0, concede_by - now),
             }  # fmt: skip
             frames.send(connection, request, b"", deadline)
-            header, _ = frames.receive(connection, deadline, max_payload_bytes=0)
+            header, _ = frames.receive(connection, Limits(), deadline)
             if "failed" in header:
                 raise ConnectionError(str(header["failed"])[:200])
-            self._known.hear(header.get("known"))
+            self._directory.merge(header.get("known"))
             if header.get("conceded"):
-                raise ConcededError("it has not finished, or finished too late")
-            sizes = [[str(whole.dtype), whole.numel()] for whole in like.flat.wholes]
+                raise ConcededError("it has not finished or finished too late")
+            sizes = [[str(tensor.dtype), tensor.numel()] for tensor in like.flat.wholes]
             if header.get("digest") != like.digest or header.get("sizes") != sizes:
                 raise LayoutError("workers do not average the same tensors", got=f"worker {member.worker}")
             wholes = [
                 torch.frombuffer(
-                    receive_exactly(connection, whole.numel() * whole.element_size(), deadline), dtype=whole.dtype
+                    receive_exactly(connection, tensor.numel() * tensor.element_size(), deadline), dtype=tensor.dtype
                 )
-                for whole in like.flat.wholes
+                for tensor in like.flat.wholes
             ]  # fmt: skip
             workers = _workers(header.get("workers"))
             return Final(Flat(wholes), like.digest, workers, agreed=bool(header.get("agreed")))
 
     def _give(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         wants_agreed, asker = header["kind"] == "agreed", member_from(header.get("member"))
-        self._known.add([asker], at_first_hand=True)  # before it may be answered: see ``agree``
-        self._known.hear(header.get("known"))
+        self._directory.add([asker], at_first_hand=True)  # before it may be answered: see ``agree``
+        self._directory.merge(header.get("known"))
         with self.changed:
             self.heard.add(asker.worker)
             self._waiting += wants_agreed
@@ -229,13 +227,13 @@ class Finals:
                 self.changed.notify_all()
 
     def _awaited(self, wants_agreed: bool, concede_s: Any, deadline: float) -> Final | None:
-        """What is asked for, once it is there; None where this worker has conceded or the time is over."""
+        """Wait for the requested model; None if this worker has conceded or the deadline passes."""
 
-        def found() -> Final | None:
+        def available() -> Final | None:
             return self._agreed or (None if wants_agreed else self._final)
 
         def answered() -> bool:
-            return found() is not None or self.conceded
+            return available() is not None or self.conceded
 
         with self.changed:
             if isinstance(concede_s, (int, float)):
@@ -244,36 +242,38 @@ class Finals:
                     self.conceded = True
                     self.changed.notify_all()
             self.changed.wait_for(answered, max(0.0, deadline - time.monotonic()))
-            return found()
+            return available()
 
     def _answer(self, connection: socket.socket, final: Final | None, deadline: float) -> None:
         if final is None:
             if not self.conceded:
                 raise TimeoutError("it has not finished")
-            frames.send(connection, {"conceded": True, "known": self._known.told()}, b"", deadline + 1.0)
+            frames.send(
+                connection, {"conceded": True, "known": self._directory.listing()}, b"", deadline + 1.0
+            )
             return
         answer = {
             "digest": final.digest, "workers": list(final.workers), "agreed": final.agreed,
-            "known": self._known.told(),
-            "sizes": [[str(whole.dtype), whole.numel()] for whole in final.flat.wholes],
+            "known": self._directory.listing(),
+            "sizes": [[str(tensor.dtype), tensor.numel()] for tensor in final.flat.wholes],
         }  # fmt: skip
         frames.send(connection, answer, b"", deadline + 1.0)
-        for whole in final.flat.wholes:
-            frames.send_raw(connection, whole.view(torch.uint8).numpy().data, deadline + 60.0)
+        for tensor in final.flat.wholes:
+            frames.send_raw(connection, tensor.view(torch.uint8).numpy().data, deadline + 60.0)
 
 
-def _workers(found: Any) -> tuple[Worker, ...]:
-    given: Sequence[Any] = found if isinstance(found, list) else []
-    return tuple(worker for worker in given if isinstance(worker, int))
+def _workers(entries: Any) -> tuple[Worker, ...]:
+    workers: Sequence[Any] = entries if isinstance(entries, list) else []
+    return tuple(worker for worker in workers if isinstance(worker, int))
 
 
 COLLECTING = 0.5
-"""Of the time limit, how much is waited for those who have not finished: the others must still get the mean."""
+"""Share of the time limit to wait for workers that have not finished; the rest is for sending the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Whose models the final one is the mean of: ``workers``, this one's ``given_by``. One worker: its own model."""
+    """Result of ``finish``: the final model is the mean over ``workers`` and was sent by worker ``given_by``."""
 
     workers: tuple[Worker, ...]
     given_by: Worker
@@ -281,118 +281,118 @@ class Finished:
 
 @dataclass(slots=True)
 class _Collection:
-    """What a collector has been given until now, and by whom not."""
+    """Final models that a collector has received so far, and workers that conceded."""
 
-    found: dict[Worker, Final]
-    asked: set[Member] = field(default_factory=set)
+    finals: dict[Worker, Final]
+    contacted: set[Member] = field(default_factory=set)
     conceded: set[Worker] = field(default_factory=set)
     pending: int = 0
     failure: LayoutError | None = None
 
 
 class Finishing:
-    """One worker's side of the end."""
+    """Carries out the end of training for one worker."""
 
-    def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known = own.worker, known
-        self._finals = Finals(own, known, server, peers)
+    def __init__(self, member: Member, directory: PeerDirectory, server: PeerServer, peers: Peers) -> None:
+        self._worker, self._directory = member.worker, directory
+        self._finals = Finals(member, directory, server, peers)
 
     def finish(
         self, flat: Flat, digest: str, source: Worker | None, timeout_s: float
     ) -> tuple[Flat, Finished]:
-        """The final values, given this worker's; with ``source`` they are that worker's, else the mean over all.
+        """Return the final values: those of worker ``source``, or the mean over all workers.
 
-        Raises CommunicationError where nobody gives them within ``timeout_s``: ``flat`` stays this worker's own.
+        Raises CommunicationError if they do not arrive within ``timeout_s``; ``flat`` is then unchanged.
         """
         deadline = time.monotonic() + timeout_s
         collected_by = time.monotonic() + COLLECTING * timeout_s
-        own = Final(flat, digest, (self._own,))
-        self._finals.end_with(own)
-        asked: set[Member] = set()
+        final = Final(flat, digest, (self._worker,))
+        self._finals.end_with(final)
+        contacted: set[Member] = set()
         failures = []
         while True:
-            if (member := self._giver(source, asked)) is not None:
-                asked.add(member)
+            if (member := self._giver(source, contacted)) is not None:
+                contacted.add(member)
                 self._finals.heard.discard(member.worker)
                 concede_by = None if self._finals.conceded or source is not None else collected_by
                 try:
-                    found = self._finals.ask(member, "agreed", own, deadline, concede_by=concede_by)
+                    answer = self._finals.ask(member, "agreed", final, deadline, concede_by=concede_by)
                 except OSError as error:
                     failures.append(
                         f"worker {member.worker}: {one_line(str(error), 100) or type(error).__name__}"
                     )
                     continue
-                return self._taken(found, member.worker, deadline)
-            if source == self._own:
-                self._finals.agree(replace(own, agreed=True))
-                return self._given(own, {each.worker for each in self._known.others}, deadline)
+                return self._pass_on(answer, member.worker, deadline)
+            if source == self._worker:
+                self._finals.agree(replace(final, agreed=True))
+                return self._serve(final, {peer.worker for peer in self._directory.peers}, deadline)
             if time.monotonic() >= deadline or source is not None or self._finals.conceded:
-                raise self._not_given(source, timeout_s, failures)
-            collection = self._collected(own, collected_by, COLLECTING / 2 * timeout_s, asked)
+                raise self._failure(source, timeout_s, failures)
+            collection = self._collected(final, collected_by, COLLECTING / 2 * timeout_s, contacted)
             if collection is None:
                 continue
-            for worker, found in collection.found.items():
-                if found.agreed:
-                    return self._taken(found, worker, deadline)
-            mean = _mean(collection.found, digest)
-            if self._finals.agree(mean, unless=lambda: self._giver(None, asked) is not None):
-                return self._given(mean, {*mean.workers, *collection.conceded}, deadline)
+            for worker, answer in collection.finals.items():
+                if answer.agreed:
+                    return self._pass_on(answer, worker, deadline)
+            mean = _mean(collection.finals, digest)
+            if self._finals.agree(mean, unless=lambda: self._giver(None, contacted) is not None):
+                return self._serve(mean, {*mean.workers, *collection.conceded}, deadline)
 
-    def _giver(self, source: Worker | None, asked: Collection[Member]) -> Member | None:
-        """Who is to be asked next for the final model; None where it is this worker that gives it, or nobody does.
+    def _giver(self, source: Worker | None, contacted: Collection[Member]) -> Member | None:
+        """Return the worker to ask next for the final model; None if this worker provides it, or no worker does.
 
-        Who did not answer and asks for something now is there after all: it may collect, or give, a model of its own.
+        A worker that did not answer but sends requests now is alive after all and may collect models itself.
         """
-        for member in self._known.others:
-            first = self._finals.conceded or member.worker < self._own
-            waits = member not in asked or member.worker in self._finals.heard
+        for member in self._directory.peers:
+            first = self._finals.conceded or member.worker < self._worker
+            waits = member not in contacted or member.worker in self._finals.heard
             if (first if source is None else member.worker == source) and waits:
                 return member
         return None
 
-    def _taken(self, agreed: Final, giver: Worker, deadline: float) -> tuple[Flat, Finished]:
-        """Hand on what others agreed on to those who ask this worker for it: they may not know whom else to ask."""
+    def _pass_on(self, agreed: Final, giver: Worker, deadline: float) -> tuple[Flat, Finished]:
+        """Pass the agreed model on to workers that ask this one, since they may not know the collector."""
         self._finals.agree(agreed)
         self._finals.wait_for_askers(deadline)
         return agreed.flat, Finished(agreed.workers, giver)
 
-    def _given(self, final: Final, awaited: Collection[Worker], deadline: float) -> tuple[Flat, Finished]:
-        """Give ``final`` to those that wait for it, and to those that are late as long as there is time."""
+    def _serve(self, final: Final, awaited: Collection[Worker], deadline: float) -> tuple[Flat, Finished]:
+        """Serve ``final`` until all ``awaited`` workers have it or the deadline passes."""
         self._finals.wait_for_served(awaited, deadline)
-        return final.flat, Finished(final.workers, self._own)
+        return final.flat, Finished(final.workers, self._worker)
 
-    def _not_given(
+    def _failure(
         self, source: Worker | None, timeout_s: float, failures: Sequence[str]
     ) -> CommunicationError:
         late = (
-            "the others ended without this worker, which finished too late: " if self._finals.conceded else ""
+            "the others finished without this worker, which was too late: " if self._finals.conceded else ""
         )
-        reasons = one_line("; ".join(failures)) or f"worker {source} is not known"
+        reasons = one_line("; ".join(failures)) or f"worker {source} is unknown"
         return CommunicationError(
-            f"worker {self._own}: {late}nobody gave the final model within {timeout_s:g} s ({reasons}). "
-            "This worker's own model is as it was: save that. Where workers end at very different times, "
-            "call finish() with a longer timeout_s on all."
+            f"worker {self._worker}: {late}no worker sent the final model within {timeout_s:g} s ({reasons}). "
+            "This worker's own model is unchanged: save it. If workers finish at very different times, "
+            "call finish() with a longer timeout_s on all of them."
         )
 
     def _collected(
-        self, own: Final, until: float, transfer_s: float, earlier: Collection[Member]
+        self, final: Final, until: float, transfer_s: float, earlier: Collection[Member]
     ) -> _Collection | None:
-        """What all end with that finish before ``until``; what is there may take ``transfer_s`` to arrive.
+        """Collect the final models of all workers that finish before ``until``; transfers may take ``transfer_s``.
 
-        All are asked at the same time. None where it is found out meanwhile that a worker besides ``earlier`` goes
-        first. Raises LayoutError.
+        All workers are asked concurrently. Returns None if a worker outside ``earlier`` turns out to take precedence.
+        Raises LayoutError.
         """
-        collection = _Collection({self._own: own})
+        collection = _Collection({self._worker: final})
         arrived_by = max(until, time.monotonic() + transfer_s)
 
         def goes_first() -> bool:
             return self._giver(None, earlier) is not None
 
         def unasked() -> list[Member]:
-            return [each for each in self._known.others if each not in collection.asked]
+            return [peer for peer in self._directory.peers if peer not in collection.contacted]
 
         def ask(member: Member) -> None:
-            self._collect(collection, member, own, until, arrived_by)
+            self._collect(collection, member, final, until, arrived_by)
 
         while True:
             with self._finals.changed:
@@ -402,7 +402,7 @@ class Finishing:
                 if not (waiting := unasked()):
                     break
                 collection.pending += len(waiting)
-            collection.asked.update(waiting)
+            collection.contacted.update(waiting)
             for member in waiting:
                 threading.Thread(target=ask, args=(member,), name="headway-collect", daemon=True).start()
         if collection.failure is not None:
@@ -410,12 +410,12 @@ class Finishing:
         return collection
 
     def _collect(
-        self, collection: _Collection, member: Member, own: Final, until: float, arrived_by: float
+        self, collection: _Collection, member: Member, final: Final, until: float, arrived_by: float
     ) -> None:
-        """Add what one worker ends with, on a thread of its own."""
+        """Collect the final model of one worker, on its own thread."""
         try:
-            found = self._finals.ask(member, "final", own, arrived_by + 1.0, concede_by=until)
-            collection.found[member.worker] = found
+            answer = self._finals.ask(member, "final", final, arrived_by + 1.0, concede_by=until)
+            collection.finals[member.worker] = answer
         except ConcededError:
             collection.conceded.add(member.worker)
         except LayoutError as error:
@@ -428,9 +428,9 @@ class Finishing:
                 self._finals.changed.notify_all()
 
 
-def _mean(found: Mapping[Worker, Final], digest: str) -> Final:
-    workers = tuple(sorted(found))
-    flats = [found[worker].flat for worker in workers]
-    mean = Flat([torch.empty_like(whole) for whole in flats[0].wholes])
+def _mean(finals: Mapping[Worker, Final], digest: str) -> Final:
+    workers = tuple(sorted(finals))
+    flats = [finals[worker].flat for worker in workers]
+    mean = Flat([torch.empty_like(tensor) for tensor in flats[0].wholes])
     mean_of(flats, mean)
     return Final(mean, digest, workers, agreed=True)

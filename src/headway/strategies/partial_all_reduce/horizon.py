@@ -1,4 +1,4 @@
-"""A job under partial all-reduce for some time, as replay and predictions simulate it."""
+"""Simulates a job under partial all-reduce over a time horizon, for replay and predictions."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from headway.strategies.partial_all_reduce.cosimulation import CoSimulation, Ite
 from headway.strategies.partial_all_reduce.plugin import averaged_bytes
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 
-CHANCE_STEPS = 60  # that are simulated where some are slow by chance
+CHANCE_STEPS = 60  # steps simulated if some are randomly slow
 
 
 @dataclass(frozen=True, slots=True)
 class HostSteps:
-    """Nanoseconds: of the steps of a host, one after the other and again, and of handing a model down to its ranks."""
+    """Step times of a host, repeated in order, and the time to broadcast a model to its ranks (ns)."""
 
     steps_ns: tuple[int, ...]
     hand_down_ns: int
 
 
 def ddp_of(job: Job) -> DistributedDataParallelStrategy:
-    """How the ranks of a host reduce gradients: in torch's default buckets, or as recorded if no more is known."""
+    """Return the gradient reduction within a host: torch's default buckets, or as recorded without parameters."""
     return DistributedDataParallelStrategy(bucket_cap_mb=None if job.has_parameters else 0)
 
 
 def cluster_of_hosts(cluster: Cluster) -> Cluster:
-    """The same hosts with a worker each: the first rank, whose messages alone go to other hosts."""
+    """Return the cluster with one worker per host: the first rank, which alone talks to other hosts."""
     hosts = [host.model_copy(update={"workers": 1}) for host in cluster.hosts]
     return _of(cluster, hosts, alone=False)
 
@@ -52,37 +52,37 @@ def cluster_of_hosts(cluster: Cluster) -> Cluster:
 def steps_of_hosts(
     job: Job, workers: Sequence[Sequence[int]], timelines: Sequence[Sequence[Timeline]], size_bytes: int
 ) -> list[HostSteps]:
-    """What the hosts of ``job`` take, whose ranks are ``workers``, for the steps ``timelines[rank]``.
+    """Simulate the steps ``timelines[rank]`` on each host of ``job``, whose ranks are ``workers[host]``.
 
-    ``size_bytes`` are handed down. Raises PlanError where these are not the hosts of the job's cluster.
+    ``size_bytes`` are broadcast within a host. Raises PlanError if ``workers`` do not match the job's cluster.
     """
     cluster = job.on
     if [len(ranks) for ranks in workers] != [host.workers for host in cluster.hosts]:
         raise PlanError(
-            "the plan's hosts are not those of the cluster", got=", ".join(str(len(worker)) for worker in workers),
+            "hosts of the plan do not match the cluster", got=", ".join(str(len(worker)) for worker in workers),
             expected=f"{', '.join(str(host.workers) for host in cluster.hosts)} ranks",
         )  # fmt: skip
-    found: list[HostSteps] = []
-    known: dict[tuple[object, ...], HostSteps] = {}  # hosts that are alike
+    host_steps: list[HostSteps] = []
+    cache: dict[tuple[object, ...], HostSteps] = {}  # identical hosts
     for host, ranks in zip(cluster.hosts, workers, strict=True):
         alone = _of(cluster, [host], alone=True)
         factors = tuple(job.steps.factor_of(rank) for rank in ranks)
         chance = tuple(ranks) if job.incidents.slow_share else ()
         key = (len(ranks), factors, chance, *(id(timelines[rank]) for rank in ranks))
-        if key not in known:
+        if key not in cache:
             steps = [
                 _scaled(timelines[rank], job.steps.factor_of(rank), rank, job.incidents) for rank in ranks
             ]
-            known[key] = HostSteps(_steps_ns(job, alone, steps), hand_down_ns(alone, size_bytes))
-        found.append(known[key])
-    return found
+            cache[key] = HostSteps(_steps_ns(job, alone, steps), hand_down_ns(alone, size_bytes))
+        host_steps.append(cache[key])
+    return host_steps
 
 
 def hand_down_ns(host: Cluster, size_bytes: int) -> int:
-    """How long the first rank of ``host`` takes to broadcast ``size_bytes`` to the others.
+    """Time in which the first rank of ``host`` broadcasts ``size_bytes`` to the others.
 
-    Gloo does in a tree, in each level of which whoever has all of it sends it to one more. NCCL passes pieces on, which
-    takes about one message.
+    Gloo uses a binomial tree: in each level, every rank with the data sends it to one more. NCCL pipelines pieces, which
+    takes about as long as one message.
     """
     ranks = host.world_size
     if ranks == 1:
@@ -105,7 +105,7 @@ def hand_down_ns(host: Cluster, size_bytes: int) -> int:
 
 
 def _of(cluster: Cluster, hosts: Sequence[Host], *, alone: bool) -> Cluster:
-    """``cluster`` with other hosts; those that share cores have the same share of them. Alone, none has traffic."""
+    """Replace the hosts of ``cluster`` and scale shared cores. With ``alone``, drop traffic between hosts."""
     workers = sum(host.workers for host in hosts)
     cores = cluster.shared_cores and max(1, round(cluster.shared_cores * workers / cluster.world_size))
     changed = {
@@ -117,47 +117,49 @@ def _of(cluster: Cluster, hosts: Sequence[Host], *, alone: bool) -> Cluster:
 
 
 def _steps_ns(job: Job, host: Cluster, steps: Sequence[Sequence[Timeline]]) -> tuple[int, ...]:
-    """The lengths of steps of the ranks of ``host`` under DDP, in the mean over ranks, after one of warm-up."""
-    own = replace(
+    """Step times on ``host`` under DDP (ns), averaged over ranks, after one warm-up step."""
+    host_job = replace(
         job, cluster=host, world_size=host.world_size, mesh={}, incidents=Incidents(),
-        computation=Computation({rank: tuple(each) for rank, each in enumerate(steps)}),
+        computation=Computation({rank: tuple(rank_steps) for rank, rank_steps in enumerate(steps)}),
     )  # fmt: skip
-    graph = GraphBuilder(host, ddp_of(job).decide(own))
-    lay_out_ranks(graph, Reactions(graph, own), [[each[0], *each] for each in steps])
+    graph = GraphBuilder(host, ddp_of(job).decide(host_job))
+    lay_out_ranks(graph, Reactions(graph, host_job), [[rank_steps[0], *rank_steps] for rank_steps in steps])
     played = play_disturbed(graph, graph.close(), host.compute_slowdown)
     ends_ns = [played.end_ns[graph.boundaries[step]] for step in graph.common_steps]
     return tuple(max(1, round(float((end_ns - begin_ns).mean()))) for begin_ns, end_ns in pairwise(ends_ns))
 
 
 def _scaled(timelines: Sequence[Timeline], factor: float, rank: int, incidents: Incidents) -> list[Timeline]:
-    """The steps of a rank as they are simulated: without collectives of the script, some slow by chance."""
+    """Steps of a rank without the script's own collectives; some are randomly slow."""
     count = max(len(timelines), CHANCE_STEPS) if incidents.slow_share else len(timelines)
-    own = [timelines[step % len(timelines)] for step in range(count)]
+    recorded = [timelines[step % len(timelines)] for step in range(count)]
     slow = [slowed(incidents.slow_share, incidents.slow_factor, 0, rank, step) for step in range(count)]
-    return [_without_blocking(each).scaled(factor * by) for each, by in zip(own, slow, strict=True)]
+    return [
+        _without_blocking(timeline).scaled(factor * by) for timeline, by in zip(recorded, slow, strict=True)
+    ]
 
 
 def _without_blocking(timeline: Timeline) -> Timeline:
-    """Collectives of the script itself, such as the average of a loss, would bring all hosts together at every step."""
+    """Drop the script's own collectives, such as averaging a loss: they would synchronise all hosts in every step."""
     items = tuple(item for item in timeline.items if item.kind != Point.BLOCKING)
     return replace(timeline, items=items)
 
 
-WARM_UP, COUNTED = 10, 40  # iterations of a rank that takes the mean time
-MOST_LONGER = 10  # times as long for ranks that wait for most of the time
+WARM_UP, COUNTED = 10, 40  # iterations of a mean rank
+MOST_LONGER = 10  # largest extension of the horizon if ranks mostly wait
 MOST_RANK_ITERATIONS = 200_000
 JITTER = 0.02
-"""By what share iterations differ by chance, where it is not known, and at most. Without it, ranks with equal steps
-would come at the same time for ever, in the order of their numbers, and so in groups of their own host."""
-FEWEST_STEPS = 4  # of a rank that show by what share they differ
+"""Random variation of iterations: the default, and the upper bound. Without it, ranks with equal steps would always
+arrive together in rank order, and so form groups within hosts."""
+FEWEST_STEPS = 4  # of a rank needed to estimate the jitter
 
 T = TypeVar("T")
-Parts = Sequence[tuple[str, int]]
+StepParts = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From when to when (ns from the start) a job is looked at, and the seed of what happens by chance."""
+    """Observed time span (ns from the start), and the seed of random events."""
 
     from_ns: int
     until_ns: int
@@ -165,22 +167,26 @@ class Window:
 
 
 def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy, window: Window | None = None) -> Outcome:
-    """Simulate ``job`` for some dozens of iterations; ranks that were not recorded take the steps of those that were.
+    """Simulate ``job`` for some dozens of iterations; ranks that were not recorded reuse recorded steps.
 
-    The horizon is as long as 50 iterations of a mean rank take without communication, and at least as 10 of the slowest
-    one do, and until after the last of the job's incidents; the first fifth is a warm-up. Where ranks wait for most of
-    that time, it is up to ten times as long, until they have done as many: how groups fall over slow links changes from
-    group to group, and a few of them say little. With a ``window`` it is that.
+    The horizon covers 50 iterations of a mean rank without communication, at least 10 iterations of the slowest rank,
+    and all incidents of the job; the first fifth is a warm-up. If ranks mostly wait, it is extended up to tenfold until
+    they finish about as many iterations, since a few groups over slow links say little. ``window`` overrides this.
 
-    Raises UserError where that would be too large, or where nobody is left at some time.
+    Raises UserError if the simulation is too large, or if no rank is left at some time.
     """
     timelines = job.steps.timelines
     names = sorted(timelines)
-    own = [timelines.get(rank) or timelines[names[rank % len(names)]] for rank in range(job.world_size)]
+    rank_timelines = [
+        timelines.get(rank) or timelines[names[rank % len(names)]] for rank in range(job.world_size)
+    ]
     if strategy.within_hosts and job.world_size > 1:
-        return _of_hosts(job, strategy, own, window)
-    parts = {id(each): [parts_of(timeline) for timeline in each] for each in own}
-    steps = [parts[id(each)] for each in own]
+        return _of_hosts(job, strategy, rank_timelines, window)
+    parts = {
+        id(steps_of_rank): [parts_of(timeline) for timeline in steps_of_rank]
+        for steps_of_rank in rank_timelines
+    }
+    steps = [parts[id(steps_of_rank)] for steps_of_rank in rank_timelines]
     factors = {rank: job.steps.factor_of(rank) for rank in range(job.world_size)}
     return _played(job, strategy, job.on, steps, factors, job.incidents, window=window)
 
@@ -191,18 +197,18 @@ def _of_hosts(
     timelines: Sequence[Sequence[Timeline]],
     window: Window | None,
 ) -> Outcome:
-    """The same where hosts are the workers; rates and waits are told of ranks, groups and models of hosts.
+    """Simulate with hosts as workers. Rates and waits are per rank; groups and models are per host.
 
-    A rank stands still for its host's all-reduces too.
+    Waits of a rank include the all-reduces within its host.
     """
     workers = strategy.workers(job)
-    strategy.decide(job)  # says why there are no two hosts, before anything is simulated
+    strategy.decide(job)  # raises before the simulation if there is only one host
     size_bytes = averaged_bytes(job.model, strategy)
     of_hosts = steps_of_hosts(job, workers, timelines, size_bytes)
     steps = [[((Part.REST, step_ns),) for step_ns in of_host.steps_ns] for of_host in of_hosts]
     outcome = _played(
         job, strategy, cluster_of_hosts(job.on), steps, {}, _of_workers(job.incidents, workers),
-        [each.hand_down_ns for each in of_hosts], window,
+        [steps_of_host.hand_down_ns for steps_of_host in of_hosts], window,
     )  # fmt: skip
     in_host_ns = [
         iterations
@@ -220,7 +226,7 @@ def _of_hosts(
 
 
 def _computes_ns(job: Job, rank: int, timelines: Sequence[Timeline]) -> float:
-    """How long a mean step of ``rank`` takes without any communication."""
+    """Mean computation time of a step of ``rank`` (ns), without communication."""
     incidents = job.incidents
     factor = job.steps.factor_of(rank) * (1 + incidents.slow_share * (incidents.slow_factor - 1))
     return (
@@ -233,14 +239,14 @@ def _of_ranks(of_hosts: Sequence[T], workers: Sequence[Sequence[int]]) -> list[T
 
 
 def _of_workers(incidents: Incidents, workers: Sequence[Sequence[int]]) -> Incidents:
-    """What happens to hosts: one of which a rank dies has left the job. Slow steps are in those that were simulated.
+    """Translate incidents of ranks to hosts: a host dies with its first rank that dies. Slow steps are simulated already.
 
-    Raises UnsupportedError where ranks join.
+    Raises UnsupportedError if ranks join.
     """
     if incidents.joins:
         raise UnsupportedError(
-            "ranks of hosts that are workers cannot join", got=", ".join(incidents.describe()),
-            expected="deaths alone", fix="Leave joins: out, or within_hosts.",
+            "ranks cannot join with within_hosts", got=", ".join(incidents.describe()),
+            expected="only deaths", fix="Remove joins or within_hosts.",
         )  # fmt: skip
     first_ns = {
         number: min(time_ns for time_ns, rank in incidents.deaths if rank in ranks)
@@ -251,11 +257,11 @@ def _of_workers(incidents: Incidents, workers: Sequence[Sequence[int]]) -> Incid
 
 
 def _played(
-    job: Job, strategy: PartialAllReduceStrategy, cluster: Cluster, steps: Sequence[Sequence[Parts]],
+    job: Job, strategy: PartialAllReduceStrategy, cluster: Cluster, steps: Sequence[Sequence[StepParts]],
     factors: Mapping[int, float], incidents: Incidents, hand_down_ns: Sequence[int] = (),
     window: Window | None = None,
 ) -> Outcome:  # fmt: skip
-    """Simulate workers that compute ``steps``, ``factors`` times as long, one on each rank of ``cluster``."""
+    """Simulate workers that compute ``steps``, scaled by ``factors``, one on each rank of ``cluster``."""
     lengths_ns = [
         factors.get(worker, 1.0) * sum(time_ns for parts in step for _, time_ns in parts) / len(step)
         for worker, step in enumerate(steps)
@@ -263,13 +269,13 @@ def _played(
     mean_ns = sum(lengths_ns) / len(lengths_ns)
     until_ns = max(round((WARM_UP + COUNTED) * mean_ns), round(10 * max(lengths_ns)), 10)
     _check_somebody_stays(incidents, len(steps))
-    until_ns = max(until_ns, incidents.last_ns + until_ns // 5)  # so that what follows from the last is seen
+    until_ns = max(until_ns, incidents.last_ns + until_ns // 5)  # to show the effects of the last one
     if window is not None:
         until_ns = window.until_ns
-    expected = sum(until_ns / max(1.0, each) for each in lengths_ns)
+    expected = sum(until_ns / max(1.0, length_ns) for length_ns in lengths_ns)
     if expected > MOST_RANK_ITERATIONS:
         raise UserError(
-            "the simulation would be too large", got=f"about {expected:.1e} iterations of ranks",
+            "the simulation is too large", got=f"about {expected:.1e} rank iterations",
             expected=f"at most {MOST_RANK_ITERATIONS}", fix="Replay fewer workers.",
         )  # fmt: skip
     size_bytes = averaged_bytes(job.model, strategy)
@@ -293,30 +299,30 @@ def _played(
     return play(round(until_ns * min(MOST_LONGER, COUNTED / max(1, done))))
 
 
-def jitter_of(steps: Sequence[Sequence[Parts]]) -> float:
-    """By what share iterations of a typical worker differ by chance, as its steps show.
+def jitter_of(steps: Sequence[Sequence[StepParts]]) -> float:
+    """Estimate the random variation of iterations of a typical worker from its steps, at most ``JITTER``.
 
-    Ranks over a slow link that are released together come back together, and are in a group again, unless chance parts
-    them: with more of it than there is, such groups look slower or faster than they are.
+    Ranks that are released together over a slow link arrive together again and stay in one group unless jitter separates
+    them, so wrong jitter makes such groups look faster or slower than they are.
     """
     shares = []
     for step in steps:
         if len(step) >= FEWEST_STEPS:
             times_ns = [sum(time_ns for _, time_ns in parts) for parts in step]
             typical_ns = median(times_ns)
-            # Of what lies evenly within a share of the typical time, half is within half of it.
+            # Of a uniform distribution, half lies within half of its width.
             shares.append(2 * median(abs(time_ns - typical_ns) for time_ns in times_ns) / max(1, typical_ns))
     return min(JITTER, median(shares)) if shares else JITTER
 
 
 def _check_somebody_stays(incidents: Incidents, world_size: int) -> None:
-    """Raise UserError where at some time no rank is there."""
+    """Raise UserError if no rank is present at some time."""
     moments = sorted({0, *(time_ns for time_ns, _ in (*incidents.deaths, *incidents.joins))})
     always = world_size - len(incidents.ranks)
     for moment_ns in moments:
         if always + sum(_is_there(incidents.of(rank), moment_ns) for rank in incidents.ranks) < 1:
             raise UserError(
-                "no rank is left", got=f"{', '.join(incidents.describe())}", expected="one that trains at any time",
+                "no rank is left", got=f"{', '.join(incidents.describe())}", expected="one training rank at all times",
                 fix="Let fewer ranks die.",
             )  # fmt: skip
 

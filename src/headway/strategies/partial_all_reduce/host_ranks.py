@@ -1,4 +1,4 @@
-"""The ranks of one host that are a worker together: the first one averages, the others take over what came of it."""
+"""Ranks of one host that act as one worker: the leader averages, the followers receive its result."""
 
 from __future__ import annotations
 
@@ -25,18 +25,11 @@ from headway.strategies.partial_all_reduce.finishing import Finished
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 from headway.strategies.partial_all_reduce.runtime import JOIN_LIMIT_S, PartialAllReduce
 
-DIGEST_DIGITS = 15  # of hexadecimal ones: what an int64 holds
+DIGEST_DIGITS = 15  # hexadecimal digits that fit an int64
 
 
-# Handing down: what the first rank of a host ends a step with becomes what the host's other ranks hold.
-#
-# After each step of the optimizer the first rank says a word in a tensor of five numbers, which all others wait for. If
-# its averaging has changed the model, the values follow, as they are now: so all ranks of a host hold the same bits,
-# however late a mean is taken and whatever became of a round.
-
-
-class Word(enum.IntEnum):
-    """What the first rank has done: ``FAILED`` in the place of any other."""
+class HostEvent(enum.IntEnum):
+    """What the leader has done; ``FAILED`` can replace any other event."""
 
     JOINED = 1
     STEPPED = 2
@@ -46,10 +39,10 @@ class Word(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What the first rank said: how many steps it has made, and whether all hosts have one model now.
+class HostReport:
+    """Report of the leader: its number of steps, and whether all hosts hold the same model now.
 
-    ``numbers`` go with the word: of JOINED which parameters have been averaged, of FINISHED which workers' models.
+    ``numbers`` belong to the event: averaged parameters for JOINED, workers in the final mean for FINISHED.
     """
 
     iteration: int
@@ -57,10 +50,12 @@ class Told:
     numbers: tuple[int, ...] = ()
 
 
-class HandingDown:
-    """One rank's side of it, in ``group``, the ranks of its host. ``device`` is that of the model.
+class HostBroadcast:
+    """Broadcasts the leader's model to the ranks of its host, ``group``, on ``device``.
 
-    All raise CommunicationError where a rank of the host is lost, within the time limit of ``group``.
+    After each optimizer step the leader broadcasts an event as five integers, and all others wait for it. If averaging
+    changed the model, its current values follow, so all ranks of a host hold the same bits, whenever a mean is applied.
+    All methods raise CommunicationError within the time limit of ``group`` if a rank of the host is lost.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -73,14 +68,14 @@ class HandingDown:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the host's first."""
+        """Whether this rank is the leader of its host."""
         return dist.get_rank() == self._ranks[0]
 
     def tell(
-        self, word: Word, iteration: int, layout: Layout | None = None, *, is_common: bool = False,
+        self, word: HostEvent, iteration: int, layout: Layout | None = None, *, is_common: bool = False,
         numbers: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Say to the others of the host what was done, and give them the values of ``layout`` if it has changed."""
+        """Broadcast an event, and the values of ``layout`` if they have changed."""
         if len(self._ranks) == 1:
             return
         digest = 0 if layout is None else _short(layout)
@@ -92,67 +87,67 @@ class HandingDown:
             layout.read(flat)
             self._broadcast(flat)
 
-    def hear(self, word: Word, layout: Callable[[], Layout], iteration: int | None = None) -> Told:
-        """Wait until the first rank has done ``word``, and take over the values that it gives, if it gives any.
+    def hear(self, word: HostEvent, layout: Callable[[], Layout], iteration: int | None = None) -> HostReport:
+        """Wait for the leader's event, which must be ``word``, and write the values that it sends, if any.
 
-        ``iteration`` is how many steps this rank has made. Raises UserError where the first rank does something else,
-        has made another number of steps, or averages other tensors.
+        ``iteration`` is this rank's number of steps. Raises UserError if the leader sends another event, has made a
+        different number of steps, or averages other tensors.
         """
-        said, made, is_common, digest, count = self._heard(5)
-        if said == Word.FAILED:
+        received, steps, is_common, digest, count = self._heard(5)
+        if received == HostEvent.FAILED:
             raise CommunicationError(
-                f"rank {dist.get_rank()}: rank {self._ranks[0]}, which averages for this host, failed; it says why"
+                f"rank {dist.get_rank()}: rank {self._ranks[0]}, which averages for this host, failed. See its error"
             )
-        if said != word or iteration not in (None, made):
+        if received != word or iteration not in (None, steps):
             raise UserError(
-                "ranks of one host do not do the same",
-                got=f"rank {self._ranks[0]} {Word(said).name.lower()} after {made} steps, "
+                "ranks of one host are out of step",
+                got=f"rank {self._ranks[0]} {HostEvent(received).name.lower()} after {steps} steps, "
                 f"rank {dist.get_rank()} {word.name.lower()} after {iteration}",
                 expected="the same steps on all ranks of a host, as under DistributedDataParallel",
             )  # fmt: skip
         numbers = tuple(self._heard(count)) if count else ()
         if digest:
-            own = layout()
-            if _short(own) != digest:
+            current = layout()
+            if _short(current) != digest:
                 raise UserError(
                     "ranks of one host do not average the same tensors", got=f"rank {dist.get_rank()}",
                     expected="the model and the optimizer of the host's first rank",
                 )  # fmt: skip
-            flat = self._flat_of(own)
+            flat = self._flat_of(current)
             self._broadcast(flat)
-            own.write(flat)
-        return Told(made, bool(is_common), numbers)
+            current.write(flat)
+        return HostReport(steps, bool(is_common), numbers)
 
     @contextmanager
     def failure_told(self) -> Iterator[None]:
-        """Where the block raises, the others of the host are told, and need not wait for their time limit."""
+        """Tell the other ranks of the host if the block raises, so that they need not wait for their time limit."""
         self._failing += 1
         try:
             yield
         except Exception:
             if self._failing == 1 and not self._is_lost and len(self._ranks) > 1:
                 with suppress(CommunicationError):
-                    self._say([Word.FAILED, 0, 0, 0, 0])
+                    self._say([HostEvent.FAILED, 0, 0, 0, 0])
             raise
         finally:
             self._failing -= 1
 
     def agree(self, number: int) -> bool:
-        """Whether all ranks of the host have come with the same ``number``."""
-        given = torch.tensor([number, -number], device=self._wiring.messages)
+        """Whether all ranks of the host passed the same ``number``."""
+        extremes = torch.tensor([number, -number], device=self._wiring.messages)
         with self._lost_if_it_fails():
-            dist.all_reduce(given, dist.ReduceOp.MAX, group=self._group)
-        most, least = given.tolist()
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        most, least = extremes.tolist()
         return bool(most == -least)
 
     def _say(self, numbers: Sequence[int]) -> None:
-        said = torch.tensor([int(number) for number in numbers], device=self._wiring.messages)
-        self._broadcast(Flat([said]))
+        tensor = torch.tensor([int(number) for number in numbers], device=self._wiring.messages)
+        self._broadcast(Flat([tensor]))
 
     def _heard(self, count: int) -> list[int]:
-        found = torch.empty(count, dtype=torch.int64, device=self._wiring.messages)
-        self._broadcast(Flat([found]))
-        numbers: list[int] = found.tolist()
+        tensor = torch.empty(count, dtype=torch.int64, device=self._wiring.messages)
+        self._broadcast(Flat([tensor]))
+        numbers: list[int] = tensor.tolist()
         return numbers
 
     def _flat_of(self, layout: Layout) -> Flat:
@@ -162,8 +157,8 @@ class HandingDown:
 
     def _broadcast(self, flat: Flat) -> None:
         with self._lost_if_it_fails():
-            for whole in flat.wholes:
-                dist.broadcast(whole, self._ranks[0], group=self._group)
+            for tensor in flat.wholes:
+                dist.broadcast(tensor, self._ranks[0], group=self._group)
 
     @contextmanager
     def _lost_if_it_fails(self) -> Iterator[None]:
@@ -171,10 +166,10 @@ class HandingDown:
             yield
         except RuntimeError as error:
             self._is_lost = True
-            others = ", ".join(str(rank) for rank in self._ranks if rank != dist.get_rank())
+            peers = ", ".join(str(rank) for rank in self._ranks if rank != dist.get_rank())
             raise CommunicationError(
-                f"rank {dist.get_rank()}: of the other ranks of its host ({others}) one is lost, and the host cannot "
-                f"go on without it; other hosts do: {one_line(str(error), 150)}"
+                f"rank {dist.get_rank()}: lost one of the other ranks of this host ({peers}), which cannot continue "
+                f"without it; other hosts continue: {one_line(str(error), 150)}"
             ) from error
 
 
@@ -185,13 +180,13 @@ def _short(layout: Layout) -> int:
 BUFFERS: Policy = "averaged"
 
 
-class FirstOfHost(PartialAllReduce):
-    """The worker of a host of several ranks: it hands down what comes of each step, and of ``flush`` and ``finish``."""
+class HostLeader(PartialAllReduce):
+    """First rank of a host and its worker: broadcasts the model after each step, ``flush`` and ``finish``."""
 
     is_called: ClassVar[bool] = False
 
     def __init__(
-        self, module: nn.Module, coordinator: Any, optimizer: Optimizer | None, *, down: HandingDown, hosts: int,
+        self, module: nn.Module, coordinator: Any, optimizer: Optimizer | None, *, down: HostBroadcast, hosts: int,
         **options: Any,
     ) -> None:  # fmt: skip
         self._down, self._hosts = down, hosts
@@ -199,7 +194,7 @@ class FirstOfHost(PartialAllReduce):
 
     @property
     def is_common(self) -> bool:
-        """Whether all hosts have the same model."""
+        """Whether all hosts hold the same model."""
         last = self.last_round
         if last is None:
             return not self.iteration
@@ -207,7 +202,7 @@ class FirstOfHost(PartialAllReduce):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The model's, once it is known."""
+        """The model's optimizer, once known."""
         return self._stepping.optimizer
 
     def flush(self) -> None:
@@ -215,7 +210,7 @@ class FirstOfHost(PartialAllReduce):
         with self._down.failure_told():
             committed = self._averaging.committed
             super().flush()
-            self._hand_down(Word.FLUSHED, committed)
+            self._hand_down(HostEvent.FLUSHED, committed)
 
     def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
         """As ``PartialAllReduce.finish``, on all ranks of the host."""
@@ -223,29 +218,29 @@ class FirstOfHost(PartialAllReduce):
             finished = super().finish(source, timeout_s)
             layout = whole_layout(self.module, buffers=BUFFERS)
             workers = (*finished.workers, finished.given_by)
-            self._down.tell(Word.FINISHED, self.iteration, layout, is_common=True, numbers=workers)
+            self._down.tell(HostEvent.FINISHED, self.iteration, layout, is_common=True, numbers=workers)
         return finished
 
     def tell_joined(self) -> None:
-        """Let the other ranks of the host go on: this one has joined the job."""
-        self._down.tell(Word.JOINED, self.iteration, numbers=numbers_of(self.module, self._earlier))
+        """Tell the other ranks of the host that this one has joined the job."""
+        self._down.tell(HostEvent.JOINED, self.iteration, numbers=numbers_of(self.module, self._earlier))
 
     def _after_step(self) -> None:
         with self._down.failure_told():
             committed = self._averaging.committed
             super()._after_step()
-            self._hand_down(Word.STEPPED, committed)
+            self._hand_down(HostEvent.STEPPED, committed)
 
-    def _hand_down(self, word: Word, committed: int) -> None:
+    def _hand_down(self, word: HostEvent, committed: int) -> None:
         changed = self._averaging.committed > committed
         self._down.tell(word, self.iteration, self._layout() if changed else None, is_common=self.is_common)
 
 
-class OtherOfHost:
-    """Another rank of a host: after each step it holds what the first one does."""
+class HostFollower:
+    """Any other rank of a host: receives the leader's model after each step."""
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer | None, *, down: HandingDown, moments: Policy
+        self, module: nn.Module, optimizer: Optimizer | None, *, down: HostBroadcast, moments: Policy
     ) -> None:
         self.module = module
         self._down, self._moments = down, moments
@@ -256,8 +251,8 @@ class OtherOfHost:
         self._stepping = Stepping(
             module,
             lambda _: None,
-            weakly(self, OtherOfHost._refuse_closed),
-            weakly(self, OtherOfHost._after_step),
+            weakly(self, HostFollower._refuse_closed),
+            weakly(self, HostFollower._after_step),
         )
         weakref.finalize(self, self._stepping.close).atexit = False
         averaging.follows(self)
@@ -266,38 +261,38 @@ class OtherOfHost:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The model's, once it is known."""
+        """The model's optimizer, once known."""
         return self._stepping.optimizer
 
     def joined(self) -> None:
-        """Wait until the first rank has joined the job."""
-        told = self._down.hear(Word.JOINED, self._layout)
-        self.iteration = told.iteration
-        self._earlier = set(named(self.module, told.numbers))
+        """Wait until the leader has joined the job."""
+        report = self._down.hear(HostEvent.JOINED, self._layout)
+        self.iteration = report.iteration
+        self._earlier = set(named(self.module, report.numbers))
 
     def changes(self) -> None:
-        """Nobody takes this rank's state."""
+        """Do nothing: no worker copies this rank's state."""
 
     def updated_by(self, optimizer: Optimizer) -> None:
         """As of ``PartialAllReduce``."""
         self._stepping.bind_once(optimizer)
 
     def flush(self) -> None:
-        """Take over what the first rank finishes."""
-        self._heard(self._down.hear(Word.FLUSHED, self._layout, self.iteration))
+        """Receive the result of the leader's ``flush``."""
+        self._heard(self._down.hear(HostEvent.FLUSHED, self._layout, self.iteration))
 
     def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
-        """Take over the final model. ``source`` and ``timeout_s`` are the first rank's matter."""
+        """Receive the final model. ``source`` and ``timeout_s`` concern only the leader."""
         del source, timeout_s
         self._refuse_closed()
         self.flush()
         try:
             final = whole_layout(self.module, buffers=BUFFERS)
-            told = self._down.hear(Word.FINISHED, lambda: final, self.iteration)
+            report = self._down.hear(HostEvent.FINISHED, lambda: final, self.iteration)
         finally:
             self.close()
-        self._heard(told)
-        *workers, given_by = told.numbers
+        self._heard(report)
+        *workers, given_by = report.numbers
         return Finished(tuple(workers), given_by)
 
     def checkpoint(self) -> dict[str, Any]:
@@ -319,11 +314,11 @@ class OtherOfHost:
 
     def _after_step(self) -> None:
         self.iteration += 1
-        self._layout()  # notes, as the first rank does after each step, what is averaged from now on
-        self._heard(self._down.hear(Word.STEPPED, self._layout, self.iteration))
+        self._layout()  # records which parameters are averaged, as the leader does
+        self._heard(self._down.hear(HostEvent.STEPPED, self._layout, self.iteration))
 
-    def _heard(self, told: Told) -> None:
-        self.is_common = told.is_common
+    def _heard(self, report: HostReport) -> None:
+        self.is_common = report.is_common
 
     def _layout(self) -> Layout:
         layout = training_layout(
@@ -335,24 +330,24 @@ class OtherOfHost:
     def _refuse_closed(self) -> None:
         if self.is_closed:
             raise UnsupportedError(
-                "the model has finished or was closed", fix="Train its .module, or wrap that again."
+                "the model is closed or has finished", fix="Train its .module, or wrap that again."
             )
 
 
 def numbers_of(module: nn.Module, names: Collection[str]) -> list[int]:
-    """Parameters as their places among all of ``module``."""
+    """Return the positions of the parameters ``names`` in ``module``."""
     return [number for number, (name, _) in enumerate(module.named_parameters()) if name in names]
 
 
 def named(module: nn.Module, numbers: Collection[int]) -> list[str]:
-    """The names of those parameters."""
+    """Return the names of the parameters at positions ``numbers``."""
     return [name for number, (name, _) in enumerate(module.named_parameters()) if number in numbers]
 
 
-def check_same(rank: FirstOfHost | OtherOfHost, down: HandingDown) -> None:
-    """Raise UserError on all ranks of a host where they were not restored from the same state."""
+def check_same(rank: HostLeader | HostFollower, down: HostBroadcast) -> None:
+    """Raise UserError on all ranks of a host if they were restored from different states."""
     state = [] if rank.optimizer is None else [rank.optimizer.state[key] for key in rank.optimizer.state]
-    moments = [value for own in state for value in own.values() if hasattr(value, "element_size")]
+    moments = [value for values in state for value in values.values() if hasattr(value, "element_size")]
     tensors = [
         parameter for parameter in (*rank.module.parameters(), *moments) if parameter.element_size() > 1
     ]

@@ -1,4 +1,4 @@
-"""HostDataParallel: DistributedDataParallel within a host, partial all-reduce across hosts, as a plan decides it."""
+"""HostDataParallel: DistributedDataParallel within hosts, partial all-reduce across hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from headway.strategies.partial_all_reduce import scheduled_coordinator
 from headway.strategies.partial_all_reduce.averaging import Observer
 from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
 from headway.strategies.partial_all_reduce.finishing import Finished
-from headway.strategies.partial_all_reduce.host_ranks import FirstOfHost, HandingDown, OtherOfHost, check_same
+from headway.strategies.partial_all_reduce.host_ranks import (
+    HostBroadcast,
+    HostFollower,
+    HostLeader,
+    check_same,
+)
 from headway.strategies.partial_all_reduce.meeting import Meeting, choice_of
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Round
@@ -39,20 +44,20 @@ from headway.strategies.partial_all_reduce.runtime import (
 from headway.strategies.partial_all_reduce.wrapper import FIX, check_options
 
 OWN = ("process_group", "init_sync")
-"""Options of DistributedDataParallel that are decided here."""
+"""Options of DistributedDataParallel that this wrapper sets itself."""
 
 
 class HostDataParallel(DistributedDataParallel):
-    """What ``DistributedDataParallel(module, **given)`` becomes under partial all-reduce with ``within_hosts``.
+    """Replaces ``DistributedDataParallel(module, **ddp_options)`` under partial all-reduce with ``within_hosts``.
 
-    The ranks of a host are one worker: a DistributedDataParallel over them, with all that it does about gradients
-    (``no_sync()``, clipping, a ``GradScaler``, hooks) and buffers. After each ``optimizer.step()`` the host's first
-    rank averages its parameters with those of other hosts, and hands down what came of it: all ranks of a host hold the
-    same parameters, to the bit. Ranks are on one host where they have one host name and address, or as the plan says
-    (``hosts``). Where all are on one, this is DistributedDataParallel, with a warning.
+    The ranks of a host are one worker: a DistributedDataParallel over them, with all its handling of gradients
+    (``no_sync()``, clipping, ``GradScaler``, hooks) and buffers. After each ``optimizer.step()`` the first rank of a host
+    averages its parameters with those of other hosts and broadcasts the result, so all ranks of a host hold bitwise the
+    same parameters. Ranks are on the same host if they share host name and address, or according to ``hosts`` in the
+    plan. If all are on one host, this is DistributedDataParallel, with a warning.
 
-    ``flush``, ``finish``, ``checkpoint`` and ``restore`` are called on all ranks of a host. Raises as
-    ``PartialDataParallel`` does; where a rank is lost, the others of its host raise, and other hosts go on.
+    Call ``flush``, ``finish``, ``checkpoint`` and ``restore`` on all ranks of a host. Raises as ``PartialDataParallel``
+    does; if a rank is lost, the others of its host raise, and other hosts continue.
     """
 
     def __init__(
@@ -63,27 +68,27 @@ class HostDataParallel(DistributedDataParallel):
         optimizer: Optimizer | None = None,
         observer: Observer | None = None,
         join_timeout_s: float = JOIN_LIMIT_S,
-        **given: Any,
+        **ddp_options: Any,
     ) -> None:
         check_bare(module)
         check_module(module)  # before ranks wait for each other
-        check_options(module, given)
+        check_options(module, ddp_options)
         existing_group(None)
         meeting = Meeting(join_timeout_s)
         hosts = _hosts(meeting, module, strategy)
-        options = {name: value for name, value in given.items() if name not in OWN}
-        worker: FirstOfHost | OtherOfHost | None = None
+        options = {name: value for name, value in ddp_options.items() if name not in OWN}
+        worker: HostLeader | HostFollower | None = None
         group = _group_of_host(hosts)
         if len(hosts.ranks) > 1:
             device = next(parameter.device for parameter in module.parameters() if parameter.requires_grad)
-            down = HandingDown(group, device)
+            down = HostBroadcast(group, device)
             worker = _worker(
                 meeting, module, optimizer, strategy, hosts, down, observer=observer, join_timeout_s=join_timeout_s
             )  # fmt: skip
         elif dist.get_rank() == 0:
             warnings.warn(
-                f"all {dist.get_world_size()} ranks are on one host, so this plan averages nothing: they train under "
-                "DistributedDataParallel. Hosts are told apart by name and address, or by the plan's hosts",
+                f"this plan averages nothing: all {dist.get_world_size()} ranks are on one host and train under "
+                "DistributedDataParallel. Hosts are identified by name and address, or by hosts in the plan",
                 HeadwayWarning,
                 stacklevel=2,
             )
@@ -107,25 +112,25 @@ class HostDataParallel(DistributedDataParallel):
                 coordinated.is_trained(self)
 
     @property
-    def worker(self) -> FirstOfHost | OtherOfHost | None:
-        """This rank's side of averaging; None where there is one host."""
-        found: FirstOfHost | OtherOfHost | None = self.__dict__.get("_worker")
-        return found
+    def worker(self) -> HostLeader | HostFollower | None:
+        """This rank's leader or follower; None if there is only one host."""
+        worker: HostLeader | HostFollower | None = self.__dict__.get("_worker")
+        return worker
 
     @property
     def iteration(self) -> int:
-        """How many steps this rank has made; 0 where there is one host."""
+        """Number of steps that this rank has made; 0 if there is only one host."""
         return 0 if self.worker is None else self.worker.iteration
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has finished, or was closed."""
+        """Whether training has finished or the wrapper was closed."""
         return self.worker is not None and self.worker.is_closed
 
     @property
     def last_round(self) -> Round | None:
-        """On the first rank of a host: the last round that ended with a group's mean."""
-        return self.worker.last_round if isinstance(self.worker, FirstOfHost) else None
+        """The last round that applied a group's mean, on the first rank of a host."""
+        return self.worker.last_round if isinstance(self.worker, HostLeader) else None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, as DistributedDataParallel does."""
@@ -139,12 +144,12 @@ class HostDataParallel(DistributedDataParallel):
             self.worker.updated_by(optimizer)
 
     def flush(self) -> None:
-        """Finish the averaging in flight, so that the parameters are what the next step would begin with."""
+        """Complete the averaging in flight, so that parameters are those with which the next step begins."""
         if self.worker is not None:
             self.worker.flush()
 
     def finish(self, source: int | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
-        """As of ``PartialAllReduce``, whose workers are hosts: all ranks end with the mean over hosts, to the bit."""
+        """End with the mean over hosts, bitwise equal on all ranks; see ``PartialAllReduce.finish``."""
         if self.worker is None:
             return Finished((0,), 0)
         try:
@@ -153,51 +158,51 @@ class HostDataParallel(DistributedDataParallel):
             self._unfinished.over()
 
     def checkpoint(self) -> dict[str, Any]:
-        """This rank's model, optimizer, iteration and random numbers: but for the last, those of its host."""
+        """Return model, optimizer and iteration of the host, and this rank's random state."""
         if self.worker is None:
             raise UnsupportedError(
-                "there is one host, and nothing averages", fix="Save state_dict() instead."
+                "no worker checkpoint exists: all ranks are on one host", fix="Save state_dict() instead."
             )
         with self._unfinished.expected():
             return self.worker.checkpoint()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``checkpoint()``: of this rank, or of another one of its host. On all ranks of a host.
+        """Restore ``checkpoint()`` of this rank or another rank of its host. Call it on all ranks of a host.
 
-        Raises UserError where it is no checkpoint of this model, or not the same on all of them.
+        Raises UserError if it is not a checkpoint of this model, or differs among the ranks.
         """
         if self.worker is None:
             raise UnsupportedError(
-                "there is one host, and nothing averages", fix="Load a state_dict() instead."
+                "no worker checkpoint exists: all ranks are on one host", fix="Load a state_dict() instead."
             )
         self.worker.restore(state)
         check_same(self.worker, self._down)
 
     def close(self, *, leave: bool = True) -> None:
-        """Leave the job; the model stays this host's own, or the one that ``finish`` gave it."""
+        """Leave the job and keep the current model."""
         if self.worker is not None:
             self._unfinished.over()
             self.worker.close(leave=leave)
 
     def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Refused: the ranks of a host average as one. Raises UnsupportedError."""
+        """Raise UnsupportedError: the ranks of a host average as one worker."""
         raise UnsupportedError(
-            "join() is not supported by within_hosts: ranks of a host make the same steps", fix=FIX
+            "join() is not supported with within_hosts: all ranks of a host must make the same steps", fix=FIX
         )
 
     def join_hook(self, **_options: Any) -> NoReturn:
-        """Refused, as ``join``. Raises UnsupportedError."""
+        """Raise UnsupportedError, as ``join``."""
         self.join()
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refused: averaging is no part of a graph. Raises UnsupportedError."""
+        """Raise UnsupportedError: averaging cannot be compiled."""
         raise UnsupportedError(
-            "a model that is averaged cannot be compiled as a whole", got="compile() of the wrapper",
-            fix="Compile with model = torch.compile(model) before wrapping.",
+            "an averaged model cannot be compiled as a whole", got="compile() of the wrapper",
+            fix="Call model = torch.compile(model) before wrapping.",
         )  # fmt: skip
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """A copy is an ordinary DistributedDataParallel, and no other worker."""
+        """Copy as an ordinary DistributedDataParallel, which is not another worker."""
         return torch_private.reduced_to_stock(self)
 
 
@@ -209,31 +214,31 @@ def _hosts(meeting: Meeting, module: nn.Module, strategy: PartialAllReduceStrate
 
 
 def _group_of_host(hosts: Hosts) -> dist.ProcessGroup:
-    """A process group of this rank's host. Every rank makes those of all."""
+    """Return the process group of this rank's host. Every rank creates the groups of all hosts."""
     world = existing_group(None)
     timeout = torch_private.group_timeout(world)
     groups = [dist.new_group(list(ranks), timeout, group_desc="headway host") for ranks in hosts.ranks]
-    own = groups[hosts.number_of(dist.get_rank())]
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    group = groups[hosts.number_of(dist.get_rank())]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _worker(
     meeting: Meeting, module: nn.Module, optimizer: Optimizer | None, strategy: PartialAllReduceStrategy,
-    hosts: Hosts, down: HandingDown, **options: Any,
-) -> FirstOfHost | OtherOfHost:  # fmt: skip
-    """This rank's side of averaging. The others of a host return when its first rank has joined."""
+    hosts: Hosts, down: HostBroadcast, **options: Any,
+) -> HostLeader | HostFollower:  # fmt: skip
+    """Create this rank's leader or follower. Followers return once their leader has joined."""
     number = hosts.number_of(dist.get_rank())
     if not strategy.is_static:
         coordinated.refuse_second()
         choice = choice_of(strategy)
-        found = meeting.coordination(choice)
+        coordination = meeting.coordination(choice)
     if not down.is_first:
         if strategy.is_static:
             scheduled_coordinator.run_name()  # counted on all ranks alike
-        other = OtherOfHost(module, optimizer, down=down, moments=strategy.moments)
-        other.joined()
-        return other
+        follower = HostFollower(module, optimizer, down=down, moments=strategy.moments)
+        follower.joined()
+        return follower
     options = {
         **options, "down": down, "hosts": len(hosts.ranks), "worker": number, "staleness": strategy.staleness,
         "moments": strategy.moments, "time_limit_s": strategy.group_limit_s,
@@ -241,8 +246,14 @@ def _worker(
 
     def construct(client: CoordinatorClient) -> PartialAllReduce:
         initial = "peer" if number else "own"  # as of PartialDataParallel
-        return FirstOfHost(
-            module, client, optimizer, host=found.host, secret=found.peers_secret, initial=initial, **options
+        return HostLeader(
+            module,
+            client,
+            optimizer,
+            host=coordination.host,
+            secret=coordination.peers_secret,
+            initial=initial,
+            **options,
         )
 
     first: PartialAllReduce
@@ -251,9 +262,9 @@ def _worker(
             named = strategy.model_copy(update={"hosts": tuple(map(len, hosts.ranks))})
             schedule = named.decide(Job.of(model_spec(module), dist.get_world_size()))
             assert isinstance(schedule, GroupSchedule)
-            first = FirstOfHost(module, schedule, optimizer, **options)
+            first = HostLeader(module, schedule, optimizer, **options)
         else:
-            first = coordinated.join(meeting, choice, found, construct)
-        assert isinstance(first, FirstOfHost)
+            first = coordinated.join(meeting, choice, coordination, construct)
+        assert isinstance(first, HostLeader)
         first.tell_joined()
     return first

@@ -1,7 +1,7 @@
-"""Joining: a new or returned worker takes parameters, buffers and optimizer state from a live peer.
+"""Copies model and optimizer state from a live peer to a worker that joins or rejoins.
 
 The peer sends one header that names every tensor, then their bytes. The worker accepts exactly the tensors of its own
-model; of optimizer states those of its own parameters, within bounds. It receives everything before it writes anything.
+model and, within bounds, optimizer state of its own parameters. It receives everything before it writes anything.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.errors import CommunicationError, UnsupportedError, UserError, one_line
+from headway.rpc import frames
+from headway.rpc.frames import LARGE_HEADER_BYTES, FrameError, Header, Limits
 from headway.rpc.trusted import receive_exactly
 from headway.strategies.live.stepping import Stepping
-from headway.strategies.partial_all_reduce import frames
 from headway.strategies.partial_all_reduce.averaging import Averaging
 from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, Member
-from headway.strategies.partial_all_reduce.frames import MAX_HEADER_BYTES, FrameError, Header
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 from headway.strategies.partial_all_reduce.rounds import Contexts, Rounds
 
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class Snapshots(Generic[T]):
-    """Has ``take`` called when nothing changes: by whoever asks while training rests, else by the thread that trains.
+    """Calls ``take`` while the model does not change: on the caller's thread while training rests, else on its own.
 
-    Training rests from ``rest`` to ``resume``: between a step and the next forward, but for ``writing``. So a worker
-    that waits for its group gives snapshots, even to the workers that its group waits for. All who ask in one rest are
-    given the same one.
+    Training rests from ``rest`` to ``resume``: between a step and the next forward, except in ``writing``. So a worker
+    that waits for its group can still serve snapshots, even to workers that its group waits for. All requests during one
+    rest share a snapshot.
     """
 
     def __init__(self, take: Callable[[], T]) -> None:
@@ -50,7 +50,7 @@ class Snapshots(Generic[T]):
         self._of_rest: T | None = None
 
     def rest(self) -> None:
-        """Nothing changes from now on. Takes a snapshot for those who wait for one."""
+        """Mark the model as stable, and take a snapshot for pending requests."""
         with self._changed:
             self._resting = True
             if self._waiting:
@@ -59,14 +59,14 @@ class Snapshots(Generic[T]):
                 self._changed.notify_all()
 
     def resume(self) -> None:
-        """Things change from now on; returns once no snapshot is being taken."""
+        """Mark the model as changing; returns once no snapshot is being taken."""
         with self._changed:
             self._resting = False
             self._of_rest = None
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Things change inside the block, and nowhere before or after it."""
+        """Mark the model as changing inside the block only."""
         self.resume()
         try:
             yield
@@ -74,14 +74,14 @@ class Snapshots(Generic[T]):
             self.rest()
 
     def close(self) -> None:
-        """Give no more snapshots."""
+        """Serve no more snapshots."""
         with self._changed:
             self._closed = True
             self._of_rest = None
             self._changed.notify_all()
 
     def get(self, deadline: float) -> T:
-        """A snapshot. Raises TimeoutError where training does not come to a step's end before ``deadline``."""
+        """Return a snapshot. Raises TimeoutError if training does not reach the end of a step before ``deadline``."""
         with self._changed:
             if self._resting and not self._closed:
                 if self._of_rest is None:
@@ -114,9 +114,9 @@ DTYPES = {
     )
 }  # fmt: skip
 SLOWEST_BYTES_PER_S = 1e6
-"""What a connection over which a state comes has at least: a tensor may take its time at that rate."""
+"""Lowest accepted transfer rate of a state."""
 PATIENCE_S = 30.0
-"""And so long besides, whatever its size."""
+"""Extra time for each tensor, whatever its size."""
 
 Scalar = int | float | bool | str | None
 
@@ -139,7 +139,7 @@ class WorkerState:
 def state_of(
     module: nn.Module, optimizer: Optimizer | None, iteration: int, averaged: Collection[str] = ()
 ) -> WorkerState:
-    """A copy of what ``module`` and ``optimizer`` hold now."""
+    """Copy the current state of ``module`` and ``optimizer`` to the CPU."""
     tensors = {name: _copied(tensor) for name, tensor in _model_tensors(module).items()}
     scalars: dict[str, Scalar] = {}
     if optimizer is not None:
@@ -154,14 +154,14 @@ def state_of(
     )
 
 
-def with_moments_of(state: WorkerState, other: WorkerState) -> WorkerState:
-    """``state`` of a worker that has the optimizer's state of ``other`` yet to hand to its optimizer."""
-    moments = {name: tensor for name, tensor in other.tensors.items() if name.startswith("moment/")}
+def with_moments_of(state: WorkerState, source: WorkerState) -> WorkerState:
+    """Add the optimizer state of ``source``, which this worker has not loaded yet, to ``state``."""
+    moments = {name: tensor for name, tensor in source.tensors.items() if name.startswith("moment/")}
     return replace(
         state,
-        optimizer=other.optimizer,
+        optimizer=source.optimizer,
         tensors={**state.tensors, **moments},
-        scalars={**state.scalars, **other.scalars},
+        scalars={**state.scalars, **source.scalars},
     )
 
 
@@ -173,15 +173,15 @@ def take_over(state: WorkerState, module: nn.Module) -> None:
 
 
 def take_over_moments(state: WorkerState, module: nn.Module, optimizer: Optimizer) -> None:
-    """Give ``optimizer`` the state of its parameters in ``state``; hyper-parameters stay this worker's own.
+    """Load the optimizer state in ``state`` into ``optimizer``; hyper-parameters stay this worker's own.
 
-    Raises UserError where the peer's optimizer is of another class.
+    Raises UserError if the peer's optimizer has another class.
     """
     if not state.optimizer:  # the peer has made no step
         return
     if type(optimizer).__name__ != state.optimizer:
         raise UserError(
-            "the peer trains with another optimizer", got=type(optimizer).__name__, expected=state.optimizer,
+            "the peer uses a different optimizer", got=type(optimizer).__name__, expected=state.optimizer,
             fix="Start all workers with the same script.",
         )  # fmt: skip
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -190,22 +190,19 @@ def take_over_moments(state: WorkerState, module: nn.Module, optimizer: Optimize
         if full.startswith("moment/"):
             name, _, key = full.removeprefix("moment/").rpartition("/")
             values.setdefault(name, {})[key] = value
-    known = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [index for group in known["param_groups"] for index in group["params"]]
-    known["state"] = {
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state_dict["state"] = {
         index: values[name_of[id(parameter)]]
         for index, parameter in zip(indices, order, strict=True)
         if name_of.get(id(parameter)) in values
     }
-    optimizer.load_state_dict(known)
-
-
-# Giving ------------------------------------------------------------------------------------------------
+    optimizer.load_state_dict(state_dict)
 
 
 def give(snapshots: Snapshots[WorkerState], connection: socket.socket, deadline: float) -> None:
-    """Send a snapshot to a peer that asked for one and waits until ``deadline`` for it to begin.
+    """Send a snapshot to a peer that waits until ``deadline`` for it to begin.
 
     Raises OSError, TimeoutError.
     """
@@ -220,30 +217,27 @@ def give(snapshots: Snapshots[WorkerState], connection: socket.socket, deadline:
         frames.send_raw(connection, _bytes_of(tensor), _allowed_until(tensor.nbytes))
 
 
-# Taking ------------------------------------------------------------------------------------------------
-
-
 def fetch(
-    peers: Peers, others: Sequence[Member], own: Member, module: nn.Module, timeout_s: float
+    peers: Peers, candidates: Sequence[Member], member_here: Member, module: nn.Module, timeout_s: float
 ) -> WorkerState:
-    """The state of the first of ``others`` that gives it, checked against ``module``.
+    """Fetch the state of the first of ``candidates`` that sends it, checked against ``module``.
 
-    Each is asked in turn, again and again. Raises UserError where a peer's model is another one, CommunicationError
-    where none gives its state within ``timeout_s``.
+    Candidates are asked in turn, repeatedly. Raises UserError if a peer trains a different model, CommunicationError if
+    none sends its state within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    each_s = timeout_s / max(2, len(others))
+    each_s = timeout_s / max(2, len(candidates))
     failures: dict[int, str] = {}
     while True:
-        for member in others:
+        for member in candidates:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                said = "; ".join(
+                reasons = "; ".join(
                     f"worker {worker}: {failure}" for worker, failure in sorted(failures.items())
                 )
                 raise CommunicationError(
-                    f"worker {own.worker}: no peer gave its state within {timeout_s:g} s ({one_line(said)}). "
-                    "Check that the others can be reached at their addresses, and start this worker again."
+                    f"worker {member_here.worker}: no peer sent its state within {timeout_s:g} s ({one_line(reasons)}). "
+                    "Check that the other workers are reachable at their addresses, then start this worker again."
                 )
             try:
                 return _fetched(peers, member, module, time.monotonic() + min(left_s, each_s), deadline)
@@ -255,13 +249,11 @@ def fetch(
 def _fetched(
     peers: Peers, member: Member, module: nn.Module, begins_by: float, deadline: float
 ) -> WorkerState:
-    """The state of ``member``, which begins to send it before ``begins_by``; all of it is here by ``deadline``."""
+    """Fetch the state of ``member``, which must start by ``begins_by`` and complete by ``deadline``."""
     with peers.connect(member, begins_by) as connection:
         request = {"kind": "state", "wait_s": max(0.0, begins_by - time.monotonic())}
         frames.send(connection, request, b"", begins_by)
-        header, _ = frames.receive(
-            connection, begins_by, max_payload_bytes=0, max_header_bytes=MAX_HEADER_BYTES
-        )
+        header, _ = frames.receive(connection, Limits(LARGE_HEADER_BYTES), begins_by)
         if "failed" in header:
             raise ConnectionError(str(header["failed"])[:200])
         expected = _checked(header, module, member)
@@ -272,37 +264,37 @@ def _fetched(
 
 
 def _allowed_until(size_bytes: int) -> float:
-    """Until when a tensor of that size may be on its way."""
+    """Deadline for receiving a tensor of ``size_bytes``."""
     return time.monotonic() + PATIENCE_S + size_bytes / SLOWEST_BYTES_PER_S
 
 
 def _checked(header: Header, module: nn.Module, member: Member) -> list[tuple[str, torch.dtype, list[int]]]:
-    """The tensors that are sent. Raises UserError for another model's, FrameError for what nobody would send."""
+    """Check a state's header; returns its tensors. Raises UserError for another model, FrameError if malformed."""
     listed, scalars = header.get("tensors"), header.get("scalars")
     if (
         not isinstance(listed, list) or not isinstance(scalars, dict) or not isinstance(header.get("iteration"), int)
         or not isinstance(header.get("optimizer"), str) or not _are_names(header.get("averaged"))
     ):  # fmt: skip
-        raise FrameError("a state without its parts")
-    tensors = [_described(each) for each in listed]
+        raise FrameError("a state lacks required fields")
+    tensors = [_described(entry) for entry in listed]
     sent = {name: (dtype, shape) for name, dtype, shape in tensors if not name.startswith("moment/")}
-    own = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in _model_tensors(module).items()}
+    expected = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in _model_tensors(module).items()}
     if len(sent) != sum(not name.startswith("moment/") for name, _, _ in tensors):
-        raise FrameError("a state that names a tensor twice")
-    for name in sorted(own.keys() | sent.keys()):
-        if own.get(name) != sent.get(name):
+        raise FrameError("a state names a tensor twice")
+    for name in sorted(expected.keys() | sent.keys()):
+        if expected.get(name) != sent.get(name):
             raise UserError(
-                f"worker {member.worker} trains another model", got=f"{name} {own.get(name, 'missing')} here",
+                f"worker {member.worker} trains a different model", got=f"{name} {expected.get(name, 'missing')} here",
                 expected=f"{sent.get(name, 'missing')} there", fix="Start all workers with the same model.",
             )  # fmt: skip
-    _check_moments([each for each in tensors if each[0].startswith("moment/")], [*scalars], module)
+    _check_moments([entry for entry in tensors if entry[0].startswith("moment/")], [*scalars], module)
     if not all(value is None or isinstance(value, (int, float, bool, str)) for value in scalars.values()):
-        raise FrameError("an optimizer's state holds what is no number")
+        raise FrameError("optimizer state holds a value that is not a scalar")
     return tensors
 
 
-def _are_names(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(each, str) for each in found)
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _check_moments(
@@ -314,12 +306,12 @@ def _check_moments(
         name = full.removeprefix("moment/").rpartition("/")[0]
         counts[name] = counts.get(name, 0) + 1
         if not full.startswith("moment/") or name not in numel or counts[name] > STATES_OF_ONE_PARAMETER:
-            raise FrameError(f"an optimizer's state of no parameter of this model: {full[:100]!r}")
+            raise FrameError(f"optimizer state does not belong to a parameter of this model: {full[:100]!r}")
     for full, _, shape in moments:
         if torch.Size(shape).numel() > max(
             SMALL_NUMEL, numel[full.removeprefix("moment/").rpartition("/")[0]]
         ):
-            raise FrameError(f"an optimizer's state is larger than its parameter: {full[:100]!r}")
+            raise FrameError(f"optimizer state is larger than its parameter: {full[:100]!r}")
 
 
 def _described(entry: Any) -> tuple[str, torch.dtype, list[int]]:
@@ -327,7 +319,7 @@ def _described(entry: Any) -> tuple[str, torch.dtype, list[int]]:
         case [str(name), str(dtype), list(shape)] if dtype in DTYPES and len(shape) <= 64:
             if all(type(size) is int and 0 <= size < 2**40 for size in shape):
                 return name, DTYPES[dtype], shape
-    raise FrameError("a state with a tensor that is not described")
+    raise FrameError("a state describes a tensor incompletely")
 
 
 def _received(
@@ -336,20 +328,17 @@ def _received(
     size_bytes = torch.Size(shape).numel() * dtype.itemsize
     if not size_bytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    found = receive_exactly(connection, size_bytes, min(deadline, _allowed_until(size_bytes)))
-    return torch.frombuffer(found, dtype=torch.uint8).view(dtype).view(tuple(shape))
-
-
-# Both --------------------------------------------------------------------------------------------------
+    data = receive_exactly(connection, size_bytes, min(deadline, _allowed_until(size_bytes)))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def check_can_be_sent(module: nn.Module) -> None:
-    """Raise UnsupportedError, naming the tensor, unless a worker that joins can be sent all of ``module``."""
+    """Raise UnsupportedError if a tensor of ``module`` cannot be sent to joining workers."""
     for name, tensor in _model_tensors(module).items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             raise UnsupportedError(
-                "a tensor of the model cannot be given to workers that join",
+                "a tensor of the model cannot be sent to joining workers",
                 got=f"{name.partition('/')[2]}, {dtype}, {str(tensor.layout).removeprefix('torch.')}",
                 expected=f"a dense tensor of {', '.join(sorted(DTYPES))}",
             )  # fmt: skip
@@ -373,8 +362,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Connections, threads and hooks of one worker. None of them holds the wrapper."""
+class WorkerResources:
+    """Connections, threads and hooks of one worker. None of them references the wrapper."""
 
     stepping: Stepping
     snapshots: Snapshots[WorkerState]
@@ -386,7 +375,7 @@ class Parts:
     contexts: Contexts
 
     def close(self, *, leave: bool = True) -> None:
-        """Follow no more steps, answer nobody and close all connections; ``leave`` tells the coordinator."""
+        """Detach from the optimizer, stop serving and close all connections; ``leave`` tells the coordinator."""
         self.stepping.close()
         self.snapshots.close()
         self.rounds.stop()

@@ -1,4 +1,4 @@
-"""How far apart the models of ranks are that average in groups: mixing matrices, and what they leave."""
+"""Mixing matrices of groups: how far apart the models of ranks are, and how fast they mix."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 TOLERANCE = 0.01
-"""Of the consensus distance, within which ranks count as mixed."""
-MOST_RANKS = 512  # whose matrices are multiplied
-STARTS = 8  # from which a time to mix is counted
+"""Ranks count as mixed within this consensus distance."""
+MOST_RANKS = 512  # for which matrices are multiplied
+STARTS = 8  # starting points over which the time to mix is averaged
 
 
 def iterations_to_mix(
     rounds: Sequence[Sequence[int]], world_size: int, tolerance: float = TOLERANCE
 ) -> float | None:
-    """How many iterations of a mean rank it takes until the product of mixing matrices is within ``tolerance``.
+    """Iterations per rank until the product of mixing matrices is within ``tolerance`` of consensus.
 
-    ``rounds`` are the members of each, in the order of their ends; a rank that goes on alone is a round of one. It is
-    the mean over several beginnings; None where ``rounds`` are too few for it, or ranks too many.
+    ``rounds`` are the members of each group, in the order of their ends; a rank that continues alone is a round of one.
+    The result is a mean over several starting points; None if there are too few rounds or too many ranks.
     """
     if not 1 < world_size <= MOST_RANKS:
         return None
@@ -47,7 +47,7 @@ class Mixing:
         self._done = self._checked = 0
 
     def averaged(self, members: Sequence[int], iterations: int) -> float | None:
-        """These have averaged after ``iterations`` of ranks; those of a mean rank so far if now all have mixed."""
+        """Add a group after ``iterations`` of ranks; returns the iterations per rank once all have mixed, else None."""
         self._consensus.averaged(members)
         self._done += iterations
         if self._done - self._checked < max(1, self._world_size // 4):
@@ -59,12 +59,12 @@ class Mixing:
 
 
 class Consensus:
-    """The product of the mixing matrices so far, and how far noise of equal size keeps models apart.
+    """Product of the mixing matrices so far, and the spread of models under independent updates.
 
     A group's matrix has 1/|G| in the rows and columns of its members and is the identity elsewhere, so it is doubly
-    stochastic. ``weights[r, s]`` is how much of what rank ``s`` began with is in the model of rank ``r``. For the
-    spread every iteration of a rank adds an independent update of variance 1, of which groups take averages:
-    ``covariance`` is exact, as all of it is linear.
+    stochastic. ``weights[r, s]`` is the weight of rank ``s``'s initial model in the model of rank ``r``. For the spread,
+    every iteration of a rank adds an independent update of variance 1; ``covariance`` is exact, since averaging is
+    linear.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -72,37 +72,37 @@ class Consensus:
         self.covariance = np.zeros((world_size, world_size))
 
     def iterated(self, rank: int) -> None:
-        """A rank has taken a step of its own."""
+        """A rank has finished an iteration."""
         self.covariance[rank, rank] += 1.0
 
     def averaged(self, members: Sequence[int]) -> None:
         """A group has averaged."""
-        own = list(members)
-        self.weights[own] = self.weights[own].mean(axis=0)
-        self.covariance[own] = self.covariance[own].mean(axis=0)
-        self.covariance[:, own] = self.covariance[:, own].mean(axis=1, keepdims=True)
+        rows = list(members)
+        self.weights[rows] = self.weights[rows].mean(axis=0)
+        self.covariance[rows] = self.covariance[rows].mean(axis=0)
+        self.covariance[:, rows] = self.covariance[:, rows].mean(axis=1, keepdims=True)
 
     def copied(self, rank: int, source: int) -> None:
-        """A rank that joins begins with the model of another."""
+        """A joining rank copies the model of another."""
         self.weights[rank] = self.weights[source]
         self.covariance[rank] = self.covariance[source]
         self.covariance[:, rank] = self.covariance[:, source]
 
     def distance(self, ranks: Collection[int]) -> float:
-        """The consensus distance of ``ranks`` under the product: 1 where nobody has mixed, 0 in consensus.
+        """Consensus distance of ``ranks``: 1 before any mixing, 0 in consensus.
 
-        It is the root of the mean squared distance of their rows from their mean row, relative to that of identity.
+        It is the root mean squared distance of their rows of ``weights`` from the mean row, relative to the identity.
         """
-        own = self.weights[sorted(ranks)]
-        if len(own) < 2:
+        rows = self.weights[sorted(ranks)]
+        if len(rows) < 2:
             return 0.0
-        apart = own - own.mean(axis=0)
-        return float(np.sqrt((apart**2).sum() / (len(own) - 1)))
+        apart = rows - rows.mean(axis=0)
+        return float(np.sqrt((apart**2).sum() / (len(rows) - 1)))
 
     def spread(self, ranks: Collection[int]) -> float:
-        """The root of the mean squared distance of models from their mean, in updates of one iteration."""
-        own = sorted(ranks)
-        if len(own) < 2:
+        """Root mean squared distance of models from their mean, in units of one iteration's update."""
+        indices = sorted(ranks)
+        if len(indices) < 2:
             return 0.0
-        block = self.covariance[np.ix_(own, own)]
-        return float(np.sqrt(max(0.0, np.trace(block) / len(own) - block.mean())))
+        block = self.covariance[np.ix_(indices, indices)]
+        return float(np.sqrt(max(0.0, np.trace(block) / len(indices) - block.mean())))

@@ -1,4 +1,4 @@
-"""Workers find each other: a launcher's coordinator, who is on which host, and joining it."""
+"""How ranks find each other and their coordinator, exchange host names, and join."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from headway.strategies.partial_all_reduce.runtime import PartialAllReduce
 
 @contextmanager
 def coordinator(strategy: PartialAllReduceStrategy) -> Iterator[Mapping[str, str]]:
-    """Serve workers on this host while the block runs; gives the variables by which they find it.
+    """Run a coordinator while the block runs; yields the environment variables for workers on this host.
 
-    None where the environment names a coordinator already. Raises LaunchError where it does not start.
+    Yields nothing if the environment already names a coordinator. Raises LaunchError if it does not start.
     """
     if from_environment() is not None:
         yield {}
@@ -50,25 +50,18 @@ def coordinator(strategy: PartialAllReduceStrategy) -> Iterator[Mapping[str, str
 
 
 def choice_of(strategy: PartialAllReduceStrategy) -> GeneratorChoice:
-    """Who forms the groups of ``strategy``, which are not static."""
+    """Return the group generator of ``strategy``, whose groups are not static."""
     return GeneratorChoice(strategy.groups, strategy.generator_options, strategy.seed)
 
 
-MAX_SAID = 4096
+MAX_REASON = 4096
 _runs = count(1)
 _started: dict[tuple[str, str], CoordinatorProcess] = {}
 
 
-# Meeting: the ranks of a process group find each other, and the coordinator that forms their groups.
-#
-# They use the job's store once, when a model is wrapped, and not while it trains. The coordinator is the one that rank
-# 0's environment names, which a launcher or a user has put there; where there is none, rank 0 starts one, which ends with
-# it.
-
-
 @dataclass(frozen=True, slots=True)
 class Coordination:
-    """Where the coordinator is, its ``secret``, the one that ranks prove to each other, and this rank's address."""
+    """Address and ``secret`` of the coordinator, the secret between ranks, and this rank's address ``host``."""
 
     address: str
     secret: bytes | None
@@ -77,8 +70,10 @@ class Coordination:
 
 
 class Meeting:
-    """The ranks of the default process group, for one wrapped model. Every rank makes it, in the same order.
+    """Lets the ranks of the default process group agree on a coordinator when they wrap a model.
 
+    It uses the job's store, and only at that time. The coordinator is the one in rank 0's environment, set by a launcher
+    or user; without one, rank 0 starts one, which ends with rank 0. Every rank creates its meetings in the same order.
     Waiting for another rank raises CommunicationError after ``timeout_s``.
     """
 
@@ -89,14 +84,13 @@ class Meeting:
         self._run = f"headway/averaged/{next(_runs)}"
 
     def coordination(self, choice: GeneratorChoice) -> Coordination:
-        """Agree on the coordinator; rank 0 starts one with ``choice`` where its environment names none.
+        """Agree on the coordinator; rank 0 starts one with ``choice`` if its environment names none.
 
-        A secret that came with the environment stays there: it is not told to anybody through the store. Raises
-        UserError where none starts, where ranks name different ones or know no secret of it, and where it cannot be
-        reached.
+        A secret from the environment is never sent through the store. Raises UserError if no coordinator starts, if
+        ranks name different ones or lack its secret, and if its address is unreachable from other hosts.
         """
-        own = {"host": socket.gethostname(), "address": interface.job_address()}
-        places = [_read(said) for said in self._exchanged("place", json.dumps(own))]
+        place_here = {"host": socket.gethostname(), "address": interface.job_address()}
+        places = [_read(answer) for answer in self._exchanged("place", json.dumps(place_here))]
         addresses = [str(place.get("address")) for place in places]
         together = len({(place.get("host"), place.get("address")) for place in places}) == 1
         host = interface.reachable_address(addresses, self._rank)
@@ -104,69 +98,69 @@ class Meeting:
             try:
                 self._put("coordinator", json.dumps(_offered(choice, host, together=together)))
             except BaseException as error:
-                self._put("coordinator", json.dumps({"failed": (str(error) or repr(error))[:MAX_SAID]}))
+                self._put("coordinator", json.dumps({"failed": (str(error) or repr(error))[:MAX_REASON]}))
                 raise
-        (said,) = self._get(["coordinator"])
-        found = _read(said)
-        if "failed" in found:
-            raise UserError(f"rank 0 has no coordinator: {found['failed']}")
-        address = str(found["address"])
+        (answer,) = self._get(["coordinator"])
+        offer = _read(answer)
+        if "failed" in offer:
+            raise UserError(f"rank 0 could not start a coordinator: {offer['failed']}")
+        address = str(offer["address"])
         self._check(address, together=together)
-        if found["in_environment"]:
+        if offer["in_environment"]:
             secret = self._secret_here()
             return Coordination(address, secret, _for_peers(secret), host)
-        told, peers = found["secret"], bytes.fromhex(found["peers"])
-        return Coordination(address, None if told is None else str(told).encode(), peers, host)
+        shared, peers = offer["secret"], bytes.fromhex(offer["peers"])
+        return Coordination(address, None if shared is None else str(shared).encode(), peers, host)
 
     def hosts(self) -> Sequence[Hashable]:
-        """What each rank, by rank, is on: the same of two ranks where they are on one host."""
-        own = {"name": interface.host_name(), "address": interface.job_address()}
-        places = [_read(said) for said in self._exchanged("host", json.dumps(own))]
+        """Return a host key for each rank, equal for ranks on the same host."""
+        place_here = {"name": interface.host_name(), "address": interface.job_address()}
+        places = [_read(answer) for answer in self._exchanged("host", json.dumps(place_here))]
         return [(str(place.get("name")), str(place.get("address"))) for place in places]
 
     def after_the_first(self) -> None:
-        """Return once rank 0 has joined: the others begin with its parameters, as under DistributedDataParallel."""
+        """Wait until rank 0 has joined: the others copy its parameters, as under DistributedDataParallel."""
         if self._rank:
             (failed,) = self._get(["first"])
             if failed:
                 raise CommunicationError(f"rank 0 did not join: {failed.decode(errors='replace')}")
 
     def give_up(self, error: BaseException) -> None:
-        """This rank does not join: where it is the first, the others need not wait for it."""
+        """Report that this rank does not join, so that the others need not wait for rank 0."""
         if self._rank == 0:
-            self._put("first", (str(error) or repr(error))[:MAX_SAID])
+            self._put("first", (str(error) or repr(error))[:MAX_REASON])
 
     def begin_together(self) -> None:
-        """Return when every rank has called this: none makes a step before all have the same parameters."""
+        """Wait until all ranks have called this, so that none steps before all hold the same parameters."""
         if self._rank == 0:
             self._put("first", "")
         self._exchanged("ready", "")
 
     def _check(self, address: str, *, together: bool) -> None:
-        mine = from_environment()
-        if mine is not None and mine[0] != address:
+        here = from_environment()
+        if here is not None and here[0] != address:
             raise UserError(
-                "ranks name different coordinators", got=f"{mine[0]} here and {address} at rank 0",
+                "ranks name different coordinators", got=f"{here[0]} here and {address} at rank 0",
                 expected=f"the same {ADDRESS_VARIABLE} on all hosts",
-                fix="Start one with headway coordinate, and name it on all hosts before headway run.",
+                fix="Start one with headway coordinate and set it on all hosts before headway run.",
             )  # fmt: skip
         if not together and transport.is_local(transport.parse_address(address)[0]):
             raise UserError(
-                "the coordinator's address reaches no other host, and ranks are on several", got=address,
+                "the coordinator's address is not reachable from other hosts", got=address,
                 expected="an address that all hosts reach",
-                fix="Set GLOO_SOCKET_IFNAME, or start headway coordinate --listen HOST:PORT and name it in "
+                fix="Set GLOO_SOCKET_IFNAME, or start headway coordinate --listen HOST:PORT and put the address into "
                 f"{ADDRESS_VARIABLE}.",
             )  # fmt: skip
 
     def _secret_here(self) -> bytes:
-        mine = from_environment()
-        if mine is None or mine[1] is None:
+        here = from_environment()
+        if here is None or here[1] is None:
             raise UserError(
-                f"rank {self._rank} does not know the secret of the coordinator, which rank 0's environment has",
+                f"rank {self._rank} lacks the coordinator's secret, which is set in rank 0's environment",
                 expected=f"{ADDRESS_VARIABLE} and {SECRET_VARIABLE} in the environment of all ranks",
                 fix="Set both on all hosts.",
             )  # fmt: skip
-        return mine[1]
+        return here[1]
 
     def _put(self, key: str, value: str) -> None:
         self._store.set(f"{self._run}/{key}", value)
@@ -182,47 +176,45 @@ class Meeting:
             ) from error
 
     def _exchanged(self, key: str, value: str) -> list[bytes]:
-        """What every rank says under ``key``, by rank."""
+        """Exchange a value with all ranks; returns the values by rank."""
         self._put(f"{key}/{self._rank}", value)
         return self._get([f"{key}/{rank}" for rank in range(self._size)])
 
 
 def _offered(choice: GeneratorChoice, host: str, *, together: bool) -> dict[str, Any]:
-    """What rank 0 tells the others of the coordinator. Raises UserError where there is none."""
+    """Return rank 0's message about the coordinator. Raises UserError if there is none."""
     address, secret = from_environment() or (None, None)
     if address is None:
         process = _kept(choice, interface.LOOPBACK if together else host)
         address, secret = process.address, process.secret
     elif secret is not None:
         return {"address": address, "in_environment": True}
-    told = None if secret is None else secret.decode()
-    return {"address": address, "in_environment": False, "secret": told, "peers": new_secret().hex()}
+    shared = None if secret is None else secret.decode()
+    return {"address": address, "in_environment": False, "secret": shared, "peers": new_secret().hex()}
 
 
 def _kept(choice: GeneratorChoice, host: str) -> CoordinatorProcess:
-    """The one coordinator of this process for such groups: models that are wrapped one after the other share it."""
+    """Return this process's coordinator for such groups, shared by models wrapped one after another."""
     key = str(choice), host
     if key not in _started:
         process = _started[key] = CoordinatorProcess(choice, host=host)
-        atexit.register(
-            process.close
-        )  # after the wrapped model has left: what is registered last comes first
+        atexit.register(process.close)  # runs after the model has left: exit handlers run in reverse order
     return _started[key]
 
 
 def _for_peers(secret: bytes) -> bytes:
-    """What ranks prove to each other, who all know the coordinator's ``secret``, which that does not give away."""
+    """Derive the secret between ranks from the coordinator's ``secret``."""
     return hmac.digest(secret, b"headway: peers", "sha256")
 
 
-def _read(said: bytes) -> dict[str, Any]:
+def _read(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(said)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CommunicationError("a rank said what nobody can read") from error
-    if not isinstance(found, dict):
-        raise CommunicationError("a rank said what nobody can read")
-    return found
+        raise CommunicationError("a rank sent a malformed message") from error
+    if not isinstance(document, dict):
+        raise CommunicationError("a rank sent a malformed message")
+    return document
 
 
 class Closable(Protocol):
@@ -237,37 +229,38 @@ _trained: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def refuse_second() -> None:
-    """Raise UnsupportedError where this process has a coordinated model that has not finished: it is one worker."""
-    if any(not each.is_closed for each in _trained):
+    """Raise UnsupportedError if this process already trains a coordinated model: a process is one worker."""
+    if any(not model.is_closed for model in _trained):
         raise UnsupportedError(
-            "a process has one model that a coordinator's groups average", got="another one",
-            expected="one, or static groups", fix="Call headway.finish(model) of the first one, or put both into one.",
+            "only one model per process can be averaged by a coordinator", got="a second model",
+            expected="one model, or static groups",
+            fix="Call headway.finish() on the first, or combine both into one module.",
         )  # fmt: skip
 
 
 def is_trained(wrapped: Closable) -> None:
-    """From now on ``wrapped`` is the coordinated model of this process, until it is closed."""
+    """Register ``wrapped`` as the coordinated model of this process until it is closed."""
     _trained.add(wrapped)
 
 
 def join(
     meeting: Meeting,
     choice: GeneratorChoice,
-    found: Coordination,
+    coordination: Coordination,
     construct: Callable[[CoordinatorClient], PartialAllReduce],
 ) -> PartialAllReduce:
-    """Have ``construct`` make this worker, who joins when the first one has. ``meeting`` has ``found`` the coordinator.
+    """Create this worker with ``construct`` once rank 0 has joined the coordinator that ``meeting`` agreed on.
 
     Raises UserError where the coordinator forms other groups than ``choice``, and what ``construct`` raises.
     """
     try:
         meeting.after_the_first()
-        worker = construct(client := CoordinatorClient(found.address, found.secret))
+        worker = construct(client := CoordinatorClient(coordination.address, coordination.secret))
         if client.generator not in (None, str(choice)):
             worker.close()
             raise UserError(
-                "the coordinator forms other groups than the plan says", got=client.generator,
-                expected=str(choice), fix="Start it with headway coordinate --plan, or leave it to headway run.",
+                "the coordinator's group generator differs from the plan", got=client.generator,
+                expected=str(choice), fix="Start it with headway coordinate --plan, or let headway run start it.",
             )  # fmt: skip
     except BaseException as error:
         meeting.give_up(error)

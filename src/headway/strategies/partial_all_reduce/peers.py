@@ -1,7 +1,7 @@
-"""Peers: what a worker answers other workers at its address, and how it asks them.
+"""Requests between workers: a server for this worker, connections to others, and boards for groups.
 
-Connections prove the job's secret (``headway.rpc.trusted``). Every question has a deadline, so that a peer that was
-killed, stopped or cut off costs a bounded time.
+Connections are authenticated (``headway.rpc.trusted``). Every request has a deadline, so a peer that was killed, stopped
+or cut off costs a bounded time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from headway.rpc import frames
+from headway.rpc.frames import Frame, FrameError, FrameServer, Header, Limits, endpoint
 from headway.rpc.trusted import connect
-from headway.strategies.partial_all_reduce import frames
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
-from headway.strategies.partial_all_reduce.frames import FrameError, FrameServer, Header
 
 MAX_ROOMS = 1024
 MAX_KEYS = 4096
@@ -24,19 +24,16 @@ MAX_VALUE_BYTES = 2**16
 CLOSED_KEPT = 4096
 
 
-# Board: where the members of a group leave each other small values, held by the group's first member.
-#
-# It dies with that member, and then the group cannot average anyway; nothing depends on a store of the whole job.
-
-
 class RoomClosedError(ConnectionError):
-    """The group whose room it was has ended."""
+    """The group of the room has ended."""
 
 
 class Board:
-    """Values by key in rooms, each of one group. Bounded: the oldest room makes place for a new one.
+    """Exchanges small values among the members of a group, in one room per group.
 
-    A room begins with whoever comes first and ends with ``close``; whoever comes later is told at once.
+    The first member of a group holds its room: if that member dies, the group cannot average anyway. A room opens on
+    first use and ends with ``close``; later users get RoomClosedError. The number of rooms is bounded: a new room may
+    evict the oldest.
     """
 
     def __init__(self) -> None:
@@ -45,16 +42,16 @@ class Board:
         self._changed = threading.Condition()
 
     def put(self, room: str, key: str, value: bytes) -> None:
-        """Leave ``value``. Raises RoomClosedError, ValueError where it is too large or there are too many."""
+        """Store ``value``. Raises RoomClosedError, or ValueError if it is too large or the room is full."""
         with self._changed:
             values = self._room(room)
             if len(value) > MAX_VALUE_BYTES or len(values) >= MAX_KEYS:
-                raise ValueError("too much for one group's room")
+                raise ValueError("a group's room is full, or the value is too large")
             values[key] = value
             self._changed.notify_all()
 
     def get(self, room: str, keys: Sequence[str], deadline: float) -> list[bytes]:
-        """The values of ``keys`` once all are there. Raises TimeoutError past ``deadline``, RoomClosedError."""
+        """Wait for the values of all ``keys``. Raises TimeoutError past ``deadline``, RoomClosedError."""
         with self._changed:
             while True:
                 values = self._room(room)
@@ -62,11 +59,11 @@ class Board:
                     return [values[key] for key in keys]
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError("a member of the group did not come in time")
+                    raise TimeoutError("a member of the group did not arrive in time")
                 self._changed.wait(left_s)
 
     def close(self, room: str) -> None:
-        """Forget what is in ``room``."""
+        """Close ``room`` and drop its values."""
         with self._changed:
             self._rooms.pop(room, None)
             self._closed.append(room)
@@ -74,7 +71,7 @@ class Board:
 
     @property
     def rooms(self) -> int:
-        """How many rooms are open."""
+        """Number of open rooms."""
         return len(self._rooms)
 
     def _room(self, room: str) -> dict[str, bytes]:
@@ -89,30 +86,30 @@ class Board:
 
 
 CAPACITY = 512
-IDLE_S = 600.0  # how long a connection may say nothing; whoever comes back later connects again
+IDLE_S = 600.0  # after this time without a request a connection is closed; clients reconnect
 LONGEST_ANSWER_S = 3600.0
 MAX_KEYS_ASKED = 4096
 
 Handler = Callable[[socket.socket, Header, bytes, float], None]
-"""Answers one request: the connection, its header and payload, and when its asker stops waiting."""
+"""Answers a request, given its connection, header, payload and deadline."""
 
 
 class PeerRefusedError(ConnectionError):
-    """A peer says that it cannot answer a question."""
+    """A peer rejected a request."""
 
 
 class Room(Protocol):
-    """One group's room, wherever it is."""
+    """A group's room, local or remote."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Leave a value for the group. Raises OSError."""
+        """Store a value for the group. Raises OSError."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, once they are there. Raises OSError, TimeoutError."""
+        """Wait for the values of all keys. Raises OSError, TimeoutError."""
 
 
 class PeerServer:
-    """Answers other workers at ``address``. Raises OSError where it cannot listen on ``host``."""
+    """Answers other workers at ``address``. Raises OSError if it cannot listen on ``host``."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.board = Board()
@@ -121,21 +118,21 @@ class PeerServer:
         self.address = self._server.address
 
     def handle(self, kind: str, handler: Handler) -> None:
-        """Have requests of ``kind`` answered by ``handler``, on threads of their own."""
+        """Answer requests of ``kind`` with ``handler``, on their own threads."""
         self._handlers[kind] = handler
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         self._server.close()
 
     def _answer(self, connection: socket.socket) -> None:
         while True:
             idle = time.monotonic() + IDLE_S
-            header, payload = frames.receive(connection, idle, max_payload_bytes=MAX_VALUE_BYTES)
+            header, payload = frames.receive(connection, Limits(payload_bytes=MAX_VALUE_BYTES), idle)
             handler = self._handlers.get(str(header.get("kind")))
             wait_s = header.get("wait_s")
             if handler is None or not isinstance(wait_s, (int, float)):
-                raise FrameError("a request that nobody answers")
+                raise FrameError("an unknown request")
             deadline = time.monotonic() + min(float(wait_s), LONGEST_ANSWER_S)
             self._answer_one(handler, connection, header, bytes(payload), deadline)
 
@@ -159,19 +156,11 @@ class PeerServer:
             raise FrameError("too many keys at once")
         values = self.board.get(str(header["room"]), [str(key) for key in keys], deadline)
         sizes = [len(value) for value in values]
-        frames.send(connection, {"sizes": sizes}, b"".join(values), deadline + 1.0)
-
-
-def endpoint(address: str) -> tuple[str, int]:
-    """Host and port of an address. Raises FrameError where it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise FrameError(f"no address: {address[:100]!r}")
-    return host.strip("[]"), int(port)
+        frames.send(connection, {"sizes": sizes}, values, deadline + 1.0)
 
 
 class Peers:
-    """Asks other workers. Connections are kept for the next question, at most ``kept`` of them; for one thread."""
+    """Sends requests to other workers. Keeps up to ``kept`` connections open. Not thread-safe."""
 
     def __init__(self, secret: bytes, kept: int = 64) -> None:
         self._secret = secret
@@ -179,7 +168,7 @@ class Peers:
         self._connections: dict[str, socket.socket] = {}
 
     def connect(self, member: Member, deadline: float) -> socket.socket:
-        """A connection to ``member`` of the caller's own. Raises OSError, TimeoutError."""
+        """Open a connection to ``member`` for the caller. Raises OSError, TimeoutError."""
         return connect(endpoint(member.address), self._secret, deadline)
 
     def ask(
@@ -189,56 +178,56 @@ class Peers:
         payload: bytes,
         deadline: float,
         max_payload_bytes: int = 0,
-    ) -> tuple[dict[str, Any], bytearray]:
-        """The answer of ``member``. Raises OSError or TimeoutError where there is none before ``deadline``."""
+    ) -> Frame:
+        """Send a request and return the answer. Raises OSError or TimeoutError without one before ``deadline``."""
         kept = self._connections.pop(member.address, None)
         if kept is not None:
             try:
-                return self._asked(kept, member, header, payload, deadline, max_payload_bytes)
+                return self._exchange(kept, member, header, payload, deadline, max_payload_bytes)
             except PeerRefusedError:
                 raise
-            except OSError:  # closed for having been idle: a new one is made
+            except OSError:  # closed because it was idle: reconnect
                 pass
-        return self._asked(
+        return self._exchange(
             self.connect(member, deadline), member, header, payload, deadline, max_payload_bytes
         )
 
-    def _asked(
+    def _exchange(
         self, connection: socket.socket, member: Member, header: dict[str, Any], payload: bytes, deadline: float,
         max_payload_bytes: int,
-    ) -> tuple[dict[str, Any], bytearray]:  # fmt: skip
+    ) -> Frame:  # fmt: skip
         try:
             wait_s = max(0.0, deadline - time.monotonic())
             frames.send(connection, {**header, "wait_s": wait_s}, payload, deadline)
-            answer = frames.receive(connection, deadline + 1.0, max_payload_bytes=max_payload_bytes)
+            answer = frames.receive(connection, Limits(payload_bytes=max_payload_bytes), deadline + 1.0)
         except BaseException:
             connection.close()
             raise
         self._connections[member.address] = connection
         while len(self._connections) > self._kept:
             self._connections.pop(next(iter(self._connections))).close()
-        if "failed" in answer[0]:
-            raise PeerRefusedError(str(answer[0]["failed"])[:200])
+        if "failed" in answer.header:
+            raise PeerRefusedError(str(answer.header["failed"])[:200])
         return answer
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close all open connections."""
         while self._connections:
             self._connections.popitem()[1].close()
 
 
-class HereRoom:
-    """A room on this worker's own board."""
+class LocalRoom:
+    """A room on this worker's board."""
 
     def __init__(self, board: Board, name: str, deadline: float) -> None:
         self._board, self._name, self._deadline = board, name, deadline
 
     def put(self, key: str, value: bytes) -> None:
-        """Leave a value for the group."""
+        """Store a value for the group."""
         self._board.put(self._name, key, value)
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, once they are there."""
+        """Wait for the values of all keys."""
         return self._board.get(self._name, keys, self._deadline)
 
 
@@ -249,30 +238,30 @@ class RemoteRoom:
         self._peers, self._holder, self._name, self._deadline = peers, holder, name, deadline
 
     def put(self, key: str, value: bytes) -> None:
-        """Leave a value for the group."""
-        self._asked({"kind": "put", "room": self._name, "key": key}, value, 0)
+        """Store a value for the group."""
+        self._ask({"kind": "put", "room": self._name, "key": key}, value, 0)
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, once they are there."""
+        """Wait for the values of all keys."""
         request = {"kind": "get", "room": self._name, "keys": list(keys)}
-        header, payload = self._asked(request, b"", MAX_VALUE_BYTES * max(1, len(keys)))
+        header, payload = self._ask(request, b"", MAX_VALUE_BYTES * max(1, len(keys)))
         sizes = header.get("sizes")
         if not isinstance(sizes, list) or len(sizes) != len(keys) or sum(sizes) != len(payload):
-            raise FrameError("an answer that does not fit its question")
+            raise FrameError("an answer does not match its request")
         values, place = [], 0
         for size in sizes:
             values.append(bytes(payload[place : place + size]))
             place += size
         return values
 
-    def _asked(self, request: dict[str, Any], payload: bytes, limit: int) -> tuple[dict[str, Any], bytearray]:
+    def _ask(self, request: dict[str, Any], payload: bytes, limit: int) -> Frame:
         return self._peers.ask(self._holder, request, payload, self._deadline, limit)
 
 
 def room_of(
-    name: str, holder: Member, own: Member, server: PeerServer, peers: Peers, deadline: float
+    name: str, holder: Member, member: Member, server: PeerServer, peers: Peers, deadline: float
 ) -> Room:
-    """The room ``name`` on the board of ``holder``, which may be this worker itself."""
-    if holder.worker == own.worker:
-        return HereRoom(server.board, name, deadline)
+    """Return the room ``name`` on the board of ``holder``, which may be this worker."""
+    if holder.worker == member.worker:
+        return LocalRoom(server.board, name, deadline)
     return RemoteRoom(peers, holder, name, deadline)

@@ -1,4 +1,4 @@
-"""Partial all-reduce as a strategy."""
+"""The strategy plug-in of partial all-reduce."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def in_force(wrapped: Any) -> InForce | None:
-    """The options of its strategy, as far as the wrapper knows them; None where it is no such model.
+    """Return the options of a wrapped model as far as the wrapper knows them; None for other models.
 
-    Who forms groups is the coordinator's matter: a wrapper without a plan only knows whether there is one.
+    A wrapper without a plan does not know the group generator of its coordinator.
     """
     if isinstance(wrapped, HostDataParallel) and wrapped.worker is not None:
         return InForce(wrapped.strategy.model_dump(mode="json", exclude_defaults=True))
@@ -54,55 +54,64 @@ def in_force(wrapped: Any) -> InForce | None:
 
 SIZES = (2, 4, 8)  # of groups
 STALENESS: tuple[Literal[0, 1], ...] = (0, 1)
-LATENESS_THRESHOLD = 1.0  # equal ranks never come so late, and one twice as slow as its host does
-MOST_RANKS = 256  # a simulation takes time in proportion to their number
+LATENESS_THRESHOLD = 1.0  # equal ranks never lag this much, but one twice as slow as its host does
+MOST_RANKS = 256  # the time of a simulation is proportional to the number of ranks
 
 
 def proposal(job: Job) -> Proposal:
-    """A handful: groups of whoever has come, of several sizes; by a schedule; across hosts, whose ranks may be one
-    worker; pairs. With no bound."""
+    """Propose a few plans: first-come groups of several sizes, static groups, groups across hosts, and pairs.
+
+    There is no bound.
+    """
     if job.world_size < 2:
         return Proposal()
     if why := _why_not(job):
         return Proposal(note=f"partial all-reduce was not considered: {why}", about_permitted=ASYNCHRONOUS)
-    own = PartialAllReduceStrategy
+    strategy_of = PartialAllReduceStrategy
     sizes = [size for size in SIZES if size < job.world_size] or [2]
-    found = [own(group_size=size, staleness=staleness) for size in sizes for staleness in STALENESS]
-    found += [own(groups=STATIC, staleness=staleness).spelled_out(job) for staleness in STALENESS]
+    strategies = [
+        strategy_of(group_size=size, staleness=staleness) for size in sizes for staleness in STALENESS
+    ]
+    strategies += [
+        strategy_of(groups=STATIC, staleness=staleness).spelled_out(job) for staleness in STALENESS
+    ]
     hosts = job.on.hosts
     if len(hosts) > 1 and any(host.workers > 1 for host in hosts):
-        found += [
-            own(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
+        strategies += [
+            strategy_of(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
             for staleness in STALENESS
         ]
-        together = [own(groups=STATIC, within_hosts="all-reduce", staleness=each) for each in STALENESS]
-        found += [strategy.spelled_out(job) for strategy in together]
+        together = [
+            strategy_of(groups=STATIC, within_hosts="all-reduce", staleness=staleness)
+            for staleness in STALENESS
+        ]
+        strategies += [strategy.spelled_out(job) for strategy in together]
         if len(hosts) > 2:
-            found.append(own(within_hosts="all-reduce", group_size=2, staleness=1))
+            strategies.append(strategy_of(within_hosts="all-reduce", group_size=2, staleness=1))
     if job.world_size > 2:
-        found.append(own(groups="pairs", staleness=1))
-    return Proposal(tuple(found))
+        strategies.append(strategy_of(groups="pairs", staleness=1))
+    return Proposal(tuple(strategies))
 
 
 def _why_not(job: Job) -> str:
     if refusal := job.refusals.get(PartialAllReduceStrategy.name):
         return refusal
     if job.world_size > MOST_RANKS:
-        return f"{job.world_size} ranks, and a search simulates at most {MOST_RANKS} that come as they will"
+        return f"{job.world_size} ranks, but a search simulates at most {MOST_RANKS} asynchronous ranks"
     return ""
 
 
 def averaged_bytes(model: ModelSpec, strategy: PartialAllReduceStrategy | None) -> int:
-    """What the members of a group average: parameters, and the optimizer's state where that is averaged too."""
+    """Bytes that a group averages: parameters, and optimizer state if ``moments`` are averaged."""
     moments = strategy is not None and strategy.moments == "averaged"
     return model.size_bytes + (model.optimizer_state_bytes or 0) * moments
 
 
 def footprint(model: ModelSpec, staleness: int, ddp_bytes: int = 0) -> Footprint:
-    """What one rank holds; with staleness also the parameters that its group began with.
+    """Memory of one rank; with staleness, it includes the parameters with which its group began.
 
-    ``ddp_bytes`` are the buckets of ranks that all-reduce within hosts; then it is what the first rank of a host holds.
-    Of averaged moments a copy is held too, which is not counted: a schedule does not tell.
+    ``ddp_bytes`` are the buckets of ranks that all-reduce within hosts; the result then is for the first rank of a host.
+    The copy of averaged moments is not counted, since a schedule does not include ``moments``.
     """
     return Footprint(
         buffers_bytes=model.size_bytes * (1 + staleness) + ddp_bytes,
@@ -112,7 +121,7 @@ def footprint(model: ModelSpec, staleness: int, ddp_bytes: int = 0) -> Footprint
     )
 
 
-BY_GLOO = "groups average on the CPU over connections of Gloo's, not by NCCL, whose costs and rates may not hold there"
+BY_GLOO = "groups average on the CPU over Gloo connections, not NCCL; costs and rates measured for NCCL may not apply"
 
 
 class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
@@ -120,10 +129,10 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
     simulates_incidents = True
 
     def reactions(self, graph: GraphBuilder[Any], job: Job, strategy: PartialAllReduceStrategy) -> StepLayout:
-        """Ranks do not take their steps together, so none are laid out: ``over_a_horizon`` simulates them."""
+        """Raise UnsupportedError: ranks have no common steps, and ``over_a_horizon`` simulates them."""
         raise UnsupportedError(
-            "partial all-reduce has no steps that all ranks finish",
-            expected="a simulation over a time",
+            "partial all-reduce has no common steps",
+            expected="a simulation over a time horizon",
             fix="Use headway replay --plan, or headway predict --strategy.",
         )
 
@@ -138,7 +147,7 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
         return strategy, (BY_GLOO,) if library == NCCL else ()
 
     def propose(self, job: Job) -> Proposal:
-        """A handful of generators, sizes and staleness, for users who permit plans that change what is trained."""
+        """Propose a few generators, sizes and staleness values, for users who permit plans that change training."""
         return proposal(job)
 
     def footprint(self, job: Job, schedule: GroupSchedule | CoordinatedGroups, stage: int) -> Footprint:
@@ -203,12 +212,12 @@ class _Injection(Injection[PartialAllReduceStrategy]):
         init: Callable[..., None],
         wrapped: DistributedDataParallel,
         module: nn.Module,
-        given: dict[str, Any],
+        ddp_options: dict[str, Any],
         strategy: PartialAllReduceStrategy,
     ) -> None:
         import torch.distributed as dist
 
-        init(wrapped, module, **given, strategy=strategy)
+        init(wrapped, module, **ddp_options, strategy=strategy)
         if dist.get_rank() == 0:
             whose = "hosts'" if strategy.within_hosts else "ranks'"
             print(

@@ -1,4 +1,4 @@
-"""Policy of partial all-reduce (Prague: Luo et al., ASPLOS 2020): who forms groups, how large, and how they overlap."""
+"""Policy of partial all-reduce (Prague: Luo et al., ASPLOS 2020): how groups form, their size, and overlap."""
 
 from __future__ import annotations
 
@@ -24,78 +24,76 @@ _RANKS = ("rank", "ranks", "a model of its own")
 
 
 class PartialAllReduceStrategy(Strategy):
-    """Every rank trains a model of its own, and averages it with those of a group of ranks after each iteration.
+    """Every rank trains its own model and averages it with a group of ranks after each iteration.
 
-    With ``within_hosts`` a worker is not a rank but a host, whose ranks train one model together. It does not train as
-    all-reduce does: workers hold different models in between, and unless groups are static, which ones average depends
-    on when they come.
+    With ``within_hosts``, a worker is a host whose ranks train one model together. Training differs from all-reduce:
+    workers hold different models between averages, and unless groups are static, membership depends on arrival order.
     """
 
     name: ClassVar[str] = "partial-all-reduce"
 
     groups: str = "first-come"
-    """Who forms groups: static (a schedule, no coordinator), or a generator: first-come, global-division,
+    """How groups are formed: static (a fixed schedule, no coordinator), or by a generator: first-come, global-division,
     inter-intra, group-buffer, random, pairs, all."""
 
     group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
-    """How many ranks average together; by default 4. Of static and inter-intra groups: how many hosts."""
+    """Ranks per group; 4 by default. For static and inter-intra groups: hosts per group."""
 
     within_hosts: Literal["all-reduce"] | None = None
-    """all-reduce: the ranks of a host are one worker. They all-reduce their gradients at every step, as
-    DistributedDataParallel does, and hosts average their models: groups are of hosts, not of ranks."""
+    """all-reduce: the ranks of a host act as one worker. They all-reduce gradients in every step, as
+    DistributedDataParallel does, and groups of hosts average their models."""
 
     staleness: Literal[0, 1] = 0
-    """1: a rank computes its next iteration while its group averages, and takes the average over after it."""
+    """1: a rank computes its next iteration while its group averages, and applies the average afterwards."""
 
     moments: Literal["local", "averaged"] = "local"
-    """Whether the optimizer's state is averaged too, or stays each rank's own."""
+    """Whether optimizer state is averaged too or stays local to each rank."""
 
     neighbours: Literal["bipartite", "any"] | None = None
-    """Of pairs: whether a rank averages with the other half of ranks (even and odd), or with any."""
+    """For pairs: bipartite pairs even ranks with odd ranks; any allows all pairs."""
 
     deadline_ms: Milliseconds | None = None
-    """Of first-come groups: how long a rank waits for others; by default it follows the times between arrivals."""
+    """For first-come groups: how long a rank waits for others. By default it adapts to the times between arrivals."""
 
     patience: Annotated[float, Field(ge=0.1, le=100, allow_inf_nan=False)] | None = None
-    """Of first-come groups: how many times as long as a group takes to fill the deadline is, if it follows."""
+    """For first-come groups: the adaptive deadline as a multiple of the mean time that a group takes to fill."""
 
     slowdown_threshold: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    """Of divided and buffered groups: how many iterations behind a rank is left out of groups that others draw."""
+    """For divided and buffered groups: a rank this many iterations behind is left out of groups that others draw."""
 
     lateness_threshold: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = None
-    """Of divided and buffered groups: by how many of the shortest iterations a rank may ask later, after the end of its
-    group, than the rank for which groups are drawn; beyond that it is left out."""
+    """For divided and buffered groups: how much later a rank may ask after its last group than the rank that draws, in
+    units of the shortest iteration. A later rank is left out."""
 
     mixing_window: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """How many of its last groups have to connect each rank with all others, directly or by way of others."""
+    """How many of its most recent groups must connect each rank with all others, directly or through others."""
 
     hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Of static groups, and with within_hosts: how many ranks each host has, in their order. Without it ranks tell each
-    other which host they are on."""
+    """For static groups and within_hosts: the number of ranks on each host, in rank order. Default: found at run time."""
 
     time_limit_s: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] | None = None
-    """How long a group may take to average, in seconds, by default 30: after it, its members go on with their own
-    models. A member that is lost costs the others as much. Large models over slow links need more."""
+    """Seconds that a group may take to average; 30 by default. After that, members continue with their own models, so a
+    lost member costs the others as much. Large models over slow links need more."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """What chance starts from."""
+    """Seed of random groups."""
 
     @model_validator(mode="after")
-    def _has_such_options(self) -> Self:
-        given = self.generator_options
+    def _check_options(self) -> Self:
+        options = self.generator_options
         if self.groups != STATIC:
             if self.groups not in names():
                 raise ValueError(f"groups: expected {STATIC}, {', '.join(names())}, got {self.groups!r}")
             try:
-                options_of(self.groups, given)
+                options_of(self.groups, options)
             except PlanError as error:
                 raise ValueError(str(error)) from None
             if self.hosts and not self.within_hosts:
-                raise ValueError("hosts are of static groups only, or of within_hosts")
+                raise ValueError("hosts requires static groups or within_hosts")
             if self.within_hosts and self.groups == "inter-intra":
-                raise ValueError("inter-intra groups average within hosts themselves: leave within_hosts out")
-        elif not set(given) <= {"group_size"}:
-            raise ValueError(f"static groups have no {', '.join(sorted(set(given) - {'group_size'}))}")
+                raise ValueError("inter-intra groups already average within hosts: remove within_hosts")
+        elif not set(options) <= {"group_size"}:
+            raise ValueError(f"static groups do not take {', '.join(sorted(set(options) - {'group_size'}))}")
         return self
 
     @property
@@ -105,21 +103,22 @@ class PartialAllReduceStrategy(Strategy):
 
     @property
     def generator_options(self) -> dict[str, Any]:
-        """What was said to the generator, by the names of its options."""
+        """Options of the generator that are set, by name."""
         return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
 
     def decide(self, job: Job) -> GroupSchedule | CoordinatedGroups:
-        """Fix the groups of workers, or say who forms them.
+        """Return a fixed schedule of groups, or the generator that will form them.
 
-        Raises PlanError for hosts of another number of ranks, and where with ``within_hosts`` there is one host.
+        Raises PlanError if ``hosts`` do not add up to the number of ranks, or ``within_hosts`` is used on one host.
         """
         if job.world_size == 1:
             return GroupSchedule(1, ((),)) if self.is_static else self._coordinated(1)
         workers = self.workers(job)
         if len(workers) == 1:
             raise PlanError(
-                "all ranks are on one host, and with within_hosts hosts average: nothing but all-reduce is left",
-                got=f"{job.world_size} ranks of one host", expected="two hosts", fix="Use ddp, or leave it out.",
+                "within_hosts averages between hosts, but all ranks are on one host",
+                got=f"{job.world_size} ranks on one host", expected="at least two hosts",
+                fix="Use ddp, or remove within_hosts.",
             )  # fmt: skip
         if not self.is_static:
             return self._coordinated(len(workers))
@@ -142,11 +141,11 @@ class PartialAllReduceStrategy(Strategy):
         return CoordinatedGroups(workers, self.groups, options, self.staleness, self.seed)
 
     def workers(self, job: Job) -> Sequence[Sequence[int]]:
-        """The ranks of each worker: one each, or with ``within_hosts`` those of a host. Raises as ``decide`` does."""
+        """Return the ranks of each worker: one, or with ``within_hosts`` those of a host. Raises as ``decide``."""
         return self._ranks_of_hosts(job) if self.within_hosts else [(rank,) for rank in range(job.world_size)]
 
     def spelled_out(self, job: Job) -> Self:
-        """The same with the hosts of static groups written out."""
+        """Write out the hosts of static groups."""
         if not self.is_static:
             return self
         return self.model_copy(update={"hosts": tuple(map(len, self._ranks_of_hosts(job)))})
@@ -157,7 +156,7 @@ class PartialAllReduceStrategy(Strategy):
             sizes = (job.world_size,) if job.cluster is None else tuple(h.workers for h in job.cluster.hosts)
         if sum(sizes) != job.world_size:
             raise PlanError(
-                f"the hosts of {'within_hosts' if self.within_hosts else 'static groups'} have another number of ranks",
+                f"{'within_hosts' if self.within_hosts else 'static groups'}: hosts do not add up to the number of ranks",
                 got=f"{sum(sizes)} ranks", expected=f"{job.world_size}",
             )  # fmt: skip
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
@@ -170,28 +169,30 @@ class PartialAllReduceStrategy(Strategy):
 
     @property
     def changes_training(self) -> str:
-        """Models of their own, whom they are averaged with, and how late."""
-        one, many, several = (
-            ("host", "hosts", "a model that its ranks share") if self.within_hosts else _RANKS
+        """Describe how training differs from all-reduce."""
+        worker, workers, model = (
+            ("host", "hosts", "one model on all of its ranks") if self.within_hosts else _RANKS
         )
-        whom = f"all {many} that are there" if self.groups == "all" else f"a group of {many}"
-        said = [
-            f"every {one} trains {several} and averages its parameters with {whom}, instead of summing "
-            "gradients over all ranks"
+        whom = f"all {workers} present" if self.groups == "all" else f"a group of {workers}"
+        changes = [
+            f"every {worker} trains {model} and averages its parameters with {whom}, instead of all-reducing "
+            "gradients"
         ]
         if self.within_hosts:
-            said.append("each host counts once in an average, however many ranks it has")
+            changes.append("each host has the same weight in an average, however many ranks it has")
         if self.groups not in (STATIC, "all"):
-            said.append(f"which {many} average depends on when they come, so two runs differ")
+            changes.append(f"which {workers} average depends on arrival order, so two runs differ")
         if self.staleness:
-            said.append("averages are taken over one iteration late")
-        return "; ".join(said)
+            changes.append("averages are applied one iteration late")
+        return "; ".join(changes)
 
     def describe(self) -> str:
-        """Say the strategy and its options in a few words."""
+        """Describe the strategy and its options for tables."""
         whose = " of hosts, all-reduce within" if self.within_hosts else ""
-        said = [f"partial all-reduce, {self.groups} groups{whose}"]
-        said += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
-        said += [] if self.time_limit_s is None else [f"at most {self.time_limit_s:g} s a group"]
-        said += ["one iteration stale"] * self.staleness + ["moments averaged"] * (self.moments == "averaged")
-        return ", ".join(said)
+        parts = [f"partial all-reduce, {self.groups} groups{whose}"]
+        parts += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
+        parts += [] if self.time_limit_s is None else [f"at most {self.time_limit_s:g} s a group"]
+        parts += ["one iteration stale"] * self.staleness + ["moments averaged"] * (
+            self.moments == "averaged"
+        )
+        return ", ".join(parts)

@@ -1,8 +1,8 @@
-"""A round of one worker: it asks for a group, averages with its members in a copy, and takes the mean if all can.
+"""Carries out one round of a worker: ask for a group, average in a copy, vote, and apply the mean if all members do.
 
-P-Reduce of a group G: each member's tensors become the mean over G, and nothing else changes. As a matrix on the
-workers' models that is 1/|G| inside G and the identity elsewhere, which is doubly stochastic: the mean over all workers
-stays as it was. The coordinator decides, by the members' votes, whether all of them take the mean or none does.
+P-Reduce of a group G replaces each member's tensors with the mean over G. As a matrix on the workers' models it is 1/|G|
+inside G and the identity elsewhere, which is doubly stochastic: the mean over all workers is preserved. The coordinator
+decides from the members' votes whether all of them apply the mean or none does.
 """
 
 from __future__ import annotations
@@ -21,24 +21,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headway import torch_private
 from headway.errors import HeadwayError, UserError, one_line
+from headway.rpc.frames import FrameError, endpoint
 from headway.rpc.trusted import remaining_s
 from headway.strategies.live.averaged import Flat, Layout
 from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, GroupStart, Member
-from headway.strategies.partial_all_reduce.frames import FrameError
 from headway.strategies.partial_all_reduce.generators.generator import Worker
-from headway.strategies.partial_all_reduce.peers import Peers, PeerServer, Room, endpoint, room_of
+from headway.strategies.partial_all_reduce.peers import Peers, PeerServer, Room, room_of
 
 CAPACITY = 16
 SETTLING_S = 0.5  # Gloo's threads must have let go of tensors before a context is destroyed
 
 Identity = tuple[tuple[int, int], ...]
-
-
-# Contexts: connections of Gloo among the members of one group, made when they average and kept for the next time.
-#
-# Each group has a context of its own, since a time limit that strikes closes all connections of a context. The members
-# meet on the board of the first of them, where each says which context it still has of the same members and incarnations:
-# it is used again only if all have the same one, and else all make a new one.
 
 
 class LayoutError(UserError):
@@ -47,7 +40,7 @@ class LayoutError(UserError):
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """Connections among the members of a group; ``made_for`` is the key of the group that they were made for."""
+    """Gloo connections among the members of a group; ``made_for`` is the key of the first group that used them."""
 
     made_for: str
     size: int
@@ -55,32 +48,32 @@ class Context:
     works: list[Any] = field(default_factory=list)
 
     def all_reduce(self, flat: torch.Tensor, deadline: float) -> None:
-        """Sum ``flat`` over the members, in place. Raises RuntimeError, TimeoutError; ``flat`` is then spoilt."""
+        """Sum ``flat`` over the members, in place. Raises RuntimeError, TimeoutError; ``flat`` is then undefined."""
         work = self.submit(flat)
         self.works.append(work)
         work.wait(timedelta(seconds=remaining_s(deadline)))
         self.works.remove(work)
 
     def submit(self, flat: torch.Tensor) -> Any:
-        """Begin to sum ``flat``; what is returned is waited for."""
+        """Start to sum ``flat``; returns the work to wait for."""
         return self.gloo.allreduce([flat])
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight on it."""
+        """Whether no work is in flight."""
         return all(work.is_completed() for work in self.works)
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """The members of a group have met: their ``context``, and the iteration that each has finished."""
+class Rendezvous:
+    """Result of meeting a group: its ``context``, and the iterations that the members have finished."""
 
     context: Context
     iterations: Sequence[int]
 
 
 class RoomStore(Store):
-    """A group's room as the store in which Gloo exchanges addresses."""
+    """Adapts a group's room to the store in which Gloo exchanges addresses."""
 
     def __init__(self, room: Room) -> None:
         super().__init__()
@@ -88,16 +81,16 @@ class RoomStore(Store):
         self._seen: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Leave an address."""
+        """Publish an address."""
         self._room.put(f"gloo/{key}", value)
 
     def get(self, key: str) -> bytes:
-        """A peer's address."""
+        """Return a peer's address."""
         self.wait([key])
         return self._seen[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for peers' addresses, as long as the group's time limit allows."""
+        """Wait for peers' addresses, within the group's time limit."""
         del timeout
         if missing := [key for key in keys if key not in self._seen]:
             values = self._room.get([f"gloo/{key}" for key in missing])
@@ -105,15 +98,17 @@ class RoomStore(Store):
 
 
 class Contexts:
-    """The contexts of one worker: at most ``capacity`` are kept, the least recently used go first.
+    """Creates and caches the Gloo contexts of one worker, up to ``capacity`` (least recently used out first).
 
-    Their connections use this worker's own address. ``time_limit_s`` bounds every wait for one peer.
+    Each group has its own context, since a timeout closes all connections of a context. Members meet on the board of the
+    first of them and report which context they still hold for the same members and incarnations: it is reused if all
+    hold the same one. Connections use this worker's address. ``time_limit_s`` bounds every wait for a peer.
     """
 
     def __init__(
-        self, own: Member, server: PeerServer, peers: Peers, time_limit_s: float, capacity: int = CAPACITY
+        self, member: Member, server: PeerServer, peers: Peers, time_limit_s: float, capacity: int = CAPACITY
     ) -> None:
-        self._own, self._server, self._peers = own, server, peers
+        self._member, self._server, self._peers = member, server, peers
         self._timeout = timedelta(seconds=time_limit_s)
         self._capacity = capacity
         self._device: Any = None
@@ -122,61 +117,61 @@ class Contexts:
 
     @property
     def kept(self) -> int:
-        """How many contexts are kept for the next time."""
+        """Number of cached contexts."""
         return len(self._kept)
 
-    def meet(self, start: GroupStart, iteration: int, layout: str, deadline: float) -> Met:
-        """Meet the other members of ``start`` and give the context to average on, which ``keep`` may take back.
+    def meet(self, start: GroupStart, iteration: int, layout: str, deadline: float) -> Rendezvous:
+        """Meet the other members of ``start`` and return a context to average on; ``keep`` caches it afterwards.
 
-        Raises LayoutError where ``layout`` is not the same on all, OSError, RuntimeError or TimeoutError where one of
-        them is not reached before ``deadline``.
+        Raises LayoutError if ``layout`` differs among members, OSError, RuntimeError or TimeoutError if one of them is
+        not reached before ``deadline``.
         """
         self._destroy_retired()
         identity = tuple((member.worker, member.incarnation) for member in start.members)
         held = self._kept.pop(identity, None)
         try:
-            room = room_of(start.key, start.members[0], self._own, self._server, self._peers, deadline)
-            index = [member.worker for member in start.members].index(self._own.worker)
+            room = room_of(start.key, start.members[0], self._member, self._server, self._peers, deadline)
+            index = [member.worker for member in start.members].index(self._member.worker)
             offer = {"held": held.made_for if held else None, "layout": layout, "iteration": iteration}
             room.put(f"offer/{index}", json.dumps(offer).encode())
-            offers = _read(room.get([f"offer/{each}" for each in range(len(start.members))]))
-            self._check_same(start, [each.get("layout") == layout for each in offers])
-            if held is None or any(each.get("held") != held.made_for for each in offers):
+            offers = _read(room.get([f"offer/{offer_index}" for offer_index in range(len(start.members))]))
+            self._check_same(start, [offer_index.get("layout") == layout for offer_index in offers])
+            if held is None or any(offer_index.get("held") != held.made_for for offer_index in offers):
                 self._retire(held)
                 held = None
                 held = Context(start.key, len(offers), self._connected(room, index, len(offers)))
         except BaseException:
             self._retire(held)
             raise
-        return Met(held, [int(each["iteration"]) for each in offers])
+        return Rendezvous(held, [int(offer_index["iteration"]) for offer_index in offers])
 
     def _check_same(self, start: GroupStart, same: Sequence[bool]) -> None:
         if all(same):
             return
         members = [member.worker for member in start.members]
-        others = [worker for worker, as_here in zip(members, same, strict=True) if not as_here]
-        like = [worker for worker in members if worker not in others]
+        mismatched = [worker for worker, as_here in zip(members, same, strict=True) if not as_here]
+        like = [worker for worker in members if worker not in mismatched]
         raise LayoutError(
             "members of a group do not average the same tensors",
-            got=f"{', '.join(map(str, others))} other ones than {', '.join(map(str, like))}",
-            expected="the same model, the same parameters that require gradients, and the same policies",
-            fix="Start all workers with the same script, and have them freeze and unfreeze the same parameters.",
+            got=f"{', '.join(map(str, mismatched))} differ from {', '.join(map(str, like))}",
+            expected="the same model, trainable parameters and averaging options",
+            fix="Run the same script on all workers, and freeze the same parameters.",
         )
 
     def keep(self, start: GroupStart, context: Context) -> None:
-        """All members have averaged on ``context``: keep it for the next group of the same members."""
+        """Cache ``context``, on which all members have averaged, for the next group of the same members."""
         identity = tuple((member.worker, member.incarnation) for member in start.members)
         self._kept[identity] = context
         while len(self._kept) > self._capacity:
             self._retire(self._kept.popitem(last=False)[1])
 
     def give_up(self, context: Context) -> None:
-        """Never use ``context`` again: one of its members may have failed in the middle."""
+        """Discard ``context``: one of its members may have failed."""
         self._retire(context)
 
     def ended(self, start: GroupStart) -> None:
-        """The group has averaged, or given up: forget what its members left on this worker's board."""
-        if start.members[0].worker == self._own.worker:
+        """Close the room of a group that has averaged or given up."""
+        if start.members[0].worker == self._member.worker:
             self._server.board.close(start.key)
 
     def close(self) -> None:
@@ -193,7 +188,7 @@ class Contexts:
 
     def _connected(self, room: Room, index: int, size: int) -> Any:
         if self._device is None:
-            self._device = torch_private.gloo_device(endpoint(self._own.address)[0])
+            self._device = torch_private.gloo_device(endpoint(self._member.address)[0])
         return torch_private.gloo_context(RoomStore(room), index, size, self._device, self._timeout)
 
     def _retire(self, context: Context | None) -> None:
@@ -210,12 +205,14 @@ class Contexts:
 
 def _read(offers: Sequence[bytes]) -> list[Mapping[str, Any]]:
     try:
-        found = [json.loads(offer) for offer in offers]
+        documents = [json.loads(offer) for offer in offers]
     except (ValueError, RecursionError) as error:
-        raise FrameError("an offer is no JSON") from error
-    if not all(isinstance(each, dict) and isinstance(each.get("iteration"), int) for each in found):
+        raise FrameError("an offer is not valid JSON") from error
+    if not all(
+        isinstance(document, dict) and isinstance(document.get("iteration"), int) for document in documents
+    ):
         raise FrameError("an offer lacks its iteration")
-    return found
+    return documents
 
 
 GRANT_POLL_S = 1.0
@@ -223,7 +220,7 @@ OUTCOME_S = 1.0
 
 
 class Ending(enum.Enum):
-    """How a round ended: with the group's mean, without it, not known yet, or without a group."""
+    """How a round ended: with the group's mean, without it, still undecided, or without a group."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -233,14 +230,14 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What happened in a round. Times are nanoseconds.
+    """Outcome of a round. Times are nanoseconds.
 
-    ``asked_ns`` is when this worker asked, by ``time.monotonic_ns()``; ``waiting_ns`` is from asking to the group's
-    beginning, ``reducing_ns`` until this worker held the mean, ``voting_ns`` until the decision, and ``blocked_ns`` how
-    long training stood still for the round, whatever went on meanwhile. ``staleness`` counts this worker's steps
-    between the copy that was averaged and the taking of the mean. ``distance`` is the Euclidean norm of the parameters
-    minus their group's mean, ``relative_distance`` that divided by the norm of the mean. ``iterations`` are what the
-    members had finished. ``reason`` says why there is no mean.
+    ``asked_ns`` is when this worker asked, by ``time.monotonic_ns()``; ``waiting_ns`` is the time from then to the start
+    of the group, ``reducing_ns`` until this worker held the mean, ``voting_ns`` until the decision, and ``blocked_ns``
+    the time that training waited for the round. ``staleness`` counts this worker's steps between the averaged copy and
+    applying the mean. ``distance`` is the Euclidean norm of the parameters minus the mean, ``relative_distance`` the
+    same divided by the norm of the mean. ``iterations`` are those that the members had finished. ``reason`` says why no
+    mean was applied.
     """
 
     iteration: int
@@ -260,7 +257,7 @@ class Round:
     reason: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """The numbers in it, as coordinators are told them."""
+        """Return the metrics that are reported to the coordinator."""
         return {
             "iteration": float(self.iteration),
             "group_size": float(max(1, len(self.members))),
@@ -282,16 +279,16 @@ class Round:
 
 @dataclass(slots=True)
 class Copies:
-    """What a round works on: a worker's tensors as they were when it asked, and where their mean is computed."""
+    """Buffers of a round: the tensors when the worker asked (``before``), and their ``mean``."""
 
     layout: Layout
-    own: Flat
+    before: Flat
     mean: Flat
     error: HeadwayError | None = field(default=None)
 
 
 class Rounds:
-    """Goes through the rounds of one worker. ``time_limit_s`` bounds the averaging of one group."""
+    """Carries out the rounds of one worker. ``time_limit_s`` bounds the averaging of a group."""
 
     def __init__(
         self, worker: Worker, coordinator: Coordinator, contexts: Contexts, time_limit_s: float
@@ -305,25 +302,25 @@ class Rounds:
 
     @property
     def worker(self) -> Worker:
-        """Whose rounds they are."""
+        """The worker's number."""
         return self._worker
 
     def stop(self) -> None:
-        """Wait for no group any more: this worker leaves."""
+        """Stop waiting for groups: this worker leaves."""
         self._stopped = True
 
     def run(self, iteration: int, copies: Copies) -> tuple[Round, GroupStart | None]:
-        """Ask, average and vote. Where it ends COMMITTED or UNCERTAIN, ``copies.mean`` holds the mean.
+        """Ask, average and vote. If the round ends COMMITTED or UNCERTAIN, ``copies.mean`` holds the mean.
 
-        Where members do not average the same tensors, as when one has unfrozen a part of the model and another is a
-        step behind, the group takes no mean. A worker that has not averaged with anybody yet raises LayoutError then.
+        If members do not average the same tensors, for example because one has unfrozen a part of the model and another
+        is a step behind, the group discards the mean. A worker that has never averaged raises LayoutError then.
         """
         asked_ns = time.monotonic_ns()
         start = self._granted(iteration)
         granted_ns = time.monotonic_ns()
         alone = Round(iteration, Ending.ALONE, asked_ns=asked_ns, waiting_ns=granted_ns - asked_ns)
         if start is None:
-            return replace(alone, reason="the coordinator is not reachable"), None
+            return replace(alone, reason="the coordinator is unreachable"), None
         members = tuple(member.worker for member in start.members)
         alone = replace(alone, number=start.number, members=members)
         if len(members) < 2:
@@ -331,9 +328,9 @@ class Rounds:
         return self._average(start, copies, alone, granted_ns), start
 
     def _granted(self, iteration: int) -> GroupStart | None:
-        """The group that this worker is in; None where the coordinator cannot be reached.
+        """Wait for this worker's group; returns None if the coordinator is unreachable.
 
-        While it can be, the group is waited for: whoever went on alone would have its members wait for it in vain.
+        While it is reachable, the worker keeps waiting: if it continued alone, its group would wait for it in vain.
         """
         if not self._coordinator.is_reachable:
             return None
@@ -358,11 +355,11 @@ class Rounds:
         try:
             met = self._contexts.meet(start, alone.iteration, copies.layout.digest, deadline)
             context, iterations = met.context, tuple(met.iterations)
-            copies.mean.copy_(copies.own)
+            copies.mean.copy_(copies.before)
             _mean(context, copies.mean, deadline)
         except LayoutError as error:
             mismatch, reason = error, str(error)
-        except (RuntimeError, OSError) as error:  # a member was killed, stopped or cut off: ours is untouched
+        except (RuntimeError, OSError) as error:  # a member failed: our tensors are unchanged
             reason = one_line(str(error), 200) or type(error).__name__
         reduced_ns = time.monotonic_ns()
         ending = self._decision(start.number, deadline, reduced=not reason)
@@ -377,12 +374,12 @@ class Rounds:
             raise mismatch
         return replace(
             alone, ending=ending, iterations=iterations, reducing_ns=reduced_ns - granted_ns,
-            voting_ns=voted_ns - reduced_ns, size_bytes=copies.own.size_bytes,
-            reason=reason or ("" if ending is Ending.COMMITTED else "the group did not take the mean"),
+            voting_ns=voted_ns - reduced_ns, size_bytes=copies.before.size_bytes,
+            reason=reason or ("" if ending is Ending.COMMITTED else "the group discarded the mean"),
         )  # fmt: skip
 
     def _decision(self, number: int, deadline: float, *, reduced: bool) -> Ending:
-        # The others may take until the group's time limit to find out that one of them does not hold the mean.
+        # Other members may need until the group's time limit to notice that one of them lacks the mean.
         limit_s = max(0.0, deadline - time.monotonic()) + self._time_limit_s
         if self._coordinator.vote(number, reduced, limit_s) and reduced:
             return Ending.COMMITTED
@@ -395,15 +392,15 @@ class Rounds:
 
 
 def _mean(context: Context, flat: Flat, deadline: float) -> None:
-    for whole in flat.wholes:
-        context.all_reduce(whole, deadline)
-        whole.div_(context.size)
+    for tensor in flat.wholes:
+        context.all_reduce(tensor, deadline)
+        tensor.div_(context.size)
 
 
 def mean_of(flats: Sequence[Flat], into: Flat) -> None:
-    """The mean of ``flats`` into another one, exactly where all are equal; what is no number, as the first has it."""
+    """Write the mean of ``flats`` to ``into``, exact where all are equal; integers are copied from the first."""
     into.copy_(flats[0])
     for flat in flats[1:]:
-        for whole, first, other in zip(into.wholes, flats[0].wholes, flat.wholes, strict=True):
-            if whole.is_floating_point():
-                whole.add_(other - first, alpha=1 / len(flats))
+        for target, first, tensor in zip(into.wholes, flats[0].wholes, flat.wholes, strict=True):
+            if target.is_floating_point():
+                target.add_(tensor - first, alpha=1 / len(flats))

@@ -1,14 +1,12 @@
-"""The live runtime of partial all-reduce: a model that each worker trains on its own and averages in groups.
+"""The live runtime of partial all-reduce: each worker trains its own model and averages it in groups.
 
-frames, board, peers     what workers ask each other: bounded, authenticated, never unpickled
-contexts                 connections of Gloo for one group
-averaged                 what is averaged, and flat copies of it
-rounds, averaging        ask, average in a copy, vote, take the mean: at once, or one step later
-snapshots, joining       a worker takes its state from a peer that goes on training
-known, finals, finishing the workers' last models become one
-parts                    what a worker runs besides its model, and its end
-scheduled                groups by a fixed schedule, without a coordinator
-meeting, wrapper         in the place of DistributedDataParallel, as a plan says
+peers                    requests between workers, and boards where groups meet
+rounds, averaging        ask, average in a copy, vote, apply the mean: immediately or one step later
+joining                  copies the state of a peer to a worker that joins
+finishing                ends training with one model
+scheduled_coordinator    groups by a fixed schedule, without a coordinator
+meeting, wrapper         replaces DistributedDataParallel, as a plan says
+host_ranks, host_wrapper the same with hosts as workers
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ from headway.strategies.live.stepping import Stepping, weakly
 from headway.strategies.partial_all_reduce import joining, scheduled_coordinator
 from headway.strategies.partial_all_reduce.averaging import Averaging, Observer
 from headway.strategies.partial_all_reduce.coordinator.messages import Coordinator, Member
-from headway.strategies.partial_all_reduce.finishing import Finished, Finishing, Known
+from headway.strategies.partial_all_reduce.finishing import Finished, Finishing, PeerDirectory
 from headway.strategies.partial_all_reduce.generators.generator import Worker
-from headway.strategies.partial_all_reduce.joining import Parts, Snapshots, WorkerState
+from headway.strategies.partial_all_reduce.joining import Snapshots, WorkerResources, WorkerState
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 from headway.strategies.partial_all_reduce.policy import TIME_LIMIT_S
 from headway.strategies.partial_all_reduce.rounds import CAPACITY, Contexts, Round, Rounds
@@ -51,8 +49,10 @@ JOIN_LIMIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training has come, for a learning rate: ``iteration`` counts this worker's own steps, ``group_iteration``
-    is the mean of those that the members of its last group had made."""
+    """Progress of training, for a learning rate.
+
+    ``iteration`` counts this worker's steps; ``group_iteration`` is the mean over the members of its last group.
+    """
 
     iteration: int
     group_iteration: float
@@ -62,66 +62,62 @@ LearningRate = Callable[[Progress], float]
 
 
 def check_options(staleness: int, moments: str, buffers: str, initial: str, time_limit_s: float) -> None:
-    """Raise UnsupportedError or UserError for options that a wrapped model does not have."""
+    """Raise UnsupportedError or UserError for invalid options."""
     if staleness not in (0, 1):
-        raise UnsupportedError(
-            "a mean may be none or one step old", got=f"staleness={staleness}", expected="0 or 1"
-        )
+        raise UnsupportedError("staleness must be 0 or 1", got=f"staleness={staleness}")
     for name, value, allowed in (
         ("moments", moments, ("local", "averaged")),
         ("buffers", buffers, ("local", "averaged")),
         ("initial", initial, ("peer", "own")),
     ):
         if value not in allowed:
-            raise UserError(f"{name} cannot be that", got=value, expected=" or ".join(allowed))
+            raise UserError(f"invalid value for {name}", got=value, expected=" or ".join(allowed))
     if not 0 < time_limit_s < float("inf"):
         raise UserError("time_limit_s must be positive", got=time_limit_s)
 
 
 def check_bare(module: nn.Module) -> None:
-    """Raise UnsupportedError for a model that is wrapped for several processes: the coordinator would count each."""
+    """Raise UnsupportedError if ``module`` is a DistributedDataParallel: each rank would count as a worker."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
-            "workers of several processes are not supported: the model is wrapped for them already",
-            got=type(module).__name__, expected="one process a worker",
-            fix="Pass its .module; workers of a host's processes are made by headway.parallelize, with within_hosts.",
+            "the model is already wrapped in DistributedDataParallel",
+            got=type(module).__name__, expected="an unwrapped model",
+            fix="Pass its .module. For workers of several processes, use headway.parallelize with within_hosts.",
         )  # fmt: skip
 
 
 SCALER_FIX = "Train in bfloat16 without a scaler, or with groups that a coordinator forms."
 UNSTEPPED = 64
-"""After so many forwards with gradients and no step the model's optimizer may be one that is not seen."""
+"""After this many forwards with gradients and no step, the optimizer is probably one that cannot be detected."""
 _log = logging.getLogger("headway")
 
 
 class PartialAllReduce(nn.Module):
-    """``module``, trained on this worker alone and averaged with a group of others after each ``optimizer.step()``.
+    """Trains ``module`` on this worker and averages it with a group of others after each ``optimizer.step()``.
 
-    An ordinary loop stays as it is: forward, ``loss.backward()``, ``optimizer.step()``. Gradients are this worker's
-    own. ``state_dict()`` has the names of DistributedDataParallel. Call ``finish()`` at the end of training.
+    The training loop stays the same: forward, ``loss.backward()``, ``optimizer.step()``. Gradients stay local.
+    ``state_dict()`` has the names of DistributedDataParallel. Call ``finish()`` at the end of training.
 
-    ``coordinator`` decides who averages with whom; a ``GroupSchedule`` says it for good, for the ranks of the default
-    process group. ``worker`` is this worker's number, ``incarnation`` grows when it comes back, unless the
-    coordinator counts that, and ``host`` is the
-    address of this machine that peers reach. ``secret`` is the job's, the same on all workers.
+    ``coordinator`` forms the groups; a ``GroupSchedule`` fixes them for the ranks of the default process group.
+    ``worker`` is this worker's number. ``incarnation`` grows whenever it returns, unless the coordinator counts that.
+    ``host`` is the address at which peers reach this machine. ``secret`` is the job's, the same on all workers.
 
-    - ``staleness``: 0, training stands still while a group averages, or 1, it goes on meanwhile (``averaging``).
-    - ``moments``, ``buffers``: what is averaged besides parameters (``averaged``). Moments stay local by default,
-      statistics of normalisation layers are averaged by default, so that they fit the averaged weights.
-    - ``initial``: "peer", parameters, buffers and optimizer state are taken from a live peer where there is one, or
-      "own", as after a restart of all from their checkpoints.
-    - ``learning_rate``: is asked before each step for what goes into all parameter groups. Without it, learning rates
-      are whatever the script sets on this worker.
-    - ``time_limit_s``: for one group; a member that is killed, stopped or cut off costs the others at most three
-      times that.
-    - ``observer``: is told of each round.
+    - ``staleness``: 0, training waits while a group averages, or 1, it continues meanwhile (``averaging``).
+    - ``moments``, ``buffers``: what is averaged besides parameters. Moments stay local by default; statistics of
+      normalisation layers are averaged by default, so that they fit the averaged weights.
+    - ``initial``: "peer" copies parameters, buffers and optimizer state from a live peer, if there is one; "own" keeps
+      this worker's, as after restarting all workers from their checkpoints.
+    - ``learning_rate``: called before each step for the rate of all parameter groups. By default the script sets rates.
+    - ``time_limit_s``: time limit of a group; a member that is killed, stopped or cut off costs the others at most three
+      times as much.
+    - ``observer``: called with each round.
 
-    Raises UnsupportedError for models and options that would train wrongly, UserError where a peer trains another
-    model, CommunicationError where the job cannot be joined within ``join_timeout_s``.
+    Raises UnsupportedError for models and options that would train wrongly, UserError if a peer trains a different
+    model, CommunicationError if the job cannot be joined within ``join_timeout_s``.
     """
 
     is_called: ClassVar[bool] = True
-    """Whether a script calls it, rather than another wrapper that it is part of."""
+    """Whether scripts call this wrapper directly, rather than an outer wrapper."""
 
     def __init__(
         self,
@@ -143,7 +139,7 @@ class PartialAllReduce(nn.Module):
         kept_contexts: int = CAPACITY,
         observer: Observer | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # and not that of what a class derives from besides
+        nn.Module.__init__(self)  # skips the constructors of other base classes
         check_options(staleness, moments, buffers, initial, time_limit_s)
         check_bare(module)
         check_module(module)
@@ -156,23 +152,23 @@ class PartialAllReduce(nn.Module):
         self._earlier: set[str] = set()  # parameters that have been averaged
         self._unstepped = 0  # forwards with gradients since the last step
         self._closed = False
-        self._at_exit = weakly(self, lambda own: own.close())
+        self._at_exit = weakly(self, lambda wrapper: wrapper.close())
 
         rank = scheduled_coordinator.number_of(coordinator, worker)
         if secret is None and isinstance(coordinator, GroupSchedule):
             secret = scheduled_coordinator.shared_secret()
         if secret is None:
             raise UserError(
-                "there is no secret", expected="the job's, the same on all workers", fix="Pass secret=."
+                "no secret given", expected="the job's secret, the same on all workers", fix="Pass secret=."
             )
         self._server = server = PeerServer(host or job_address(), secret)
         self._peers = Peers(secret)
         self.member = Member(rank, incarnation, self._server.address, host_name())
-        self._known = known = Known(self.member, server)
-        # What threads hold that answer others must not hold this wrapper.
+        self._directory = directory = PeerDirectory(self.member, server)
+        # Threads that answer other workers must not keep this wrapper alive.
         self._snapshots = snapshots = Snapshots(partial(_state_of, weakref.ref(self)))
         server.handle("state", lambda c, _h, _p, deadline: joining.give(snapshots, c, deadline))
-        self._finishing = Finishing(self.member, self._known, self._server, self._peers)
+        self._finishing = Finishing(self.member, self._directory, self._server, self._peers)
         if isinstance(coordinator, GroupSchedule):
             refuse_gradient_scalers_of(self, "static groups", SCALER_FIX)
             coordinator = ScheduledCoordinator(
@@ -188,16 +184,18 @@ class PartialAllReduce(nn.Module):
         self._rounds = Rounds(rank, coordinator, self._contexts, time_limit_s)
         self._averaging = Averaging(
             self._rounds, coordinator, partial(_layout_of, weakref.ref(self)), staleness=staleness,
-            time_limit_s=time_limit_s, observer=observer, heard=lambda start: known.add(start.members),
+            time_limit_s=time_limit_s, observer=observer, heard=lambda start: directory.add(start.members),
             writing=snapshots.writing,
         )  # fmt: skip
         self._stepping = Stepping(
             module,
-            weakly(self, lambda own, found: own._bound(found)),  # whatever its class has made of it
-            weakly(self, lambda own: own._before_step()),
-            weakly(self, lambda own: own._after_step()),
+            weakly(
+                self, lambda wrapper, optimizer_seen: wrapper._bound(optimizer_seen)
+            ),  # whatever its class has made of it
+            weakly(self, lambda wrapper: wrapper._before_step()),
+            weakly(self, lambda wrapper: wrapper._after_step()),
         )
-        self._parts = Parts(
+        self._resources = WorkerResources(
             self._stepping,
             snapshots,
             self._rounds,
@@ -207,7 +205,7 @@ class PartialAllReduce(nn.Module):
             self._peers,
             self._contexts,
         )
-        self._collected = when_collected(self, self._parts.close)
+        self._collected = when_collected(self, self._resources.close)
         try:
             if optimizer is not None:
                 self._stepping.bind(optimizer)
@@ -219,15 +217,13 @@ class PartialAllReduce(nn.Module):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has finished, or was closed."""
+        """Whether training has finished or the wrapper was closed."""
         return self._closed
 
     @property
     def last_round(self) -> Round | None:
-        """The last round that ended with a group's mean."""
+        """The last round that applied a group's mean."""
         return self._averaging.last
-
-    # What a script uses ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -237,79 +233,80 @@ class PartialAllReduce(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def _look_for_steps(self) -> None:
-        """Warn where a model is trained and no optimizer is seen to step: nothing would ever be averaged."""
+        """Warn if the model trains but no optimizer step is detected, so that nothing is averaged."""
         self._unstepped += torch.is_grad_enabled()
         if self._unstepped == UNSTEPPED and self._stepping.optimizer is None:
             warnings.warn(
-                f"worker {self.member.worker} has made {UNSTEPPED} forwards, and no optimizer of torch.optim has "
-                "stepped on this model's own parameters: nothing is averaged. Optimizers over copies of parameters "
-                "(master weights) and updates by hand are not seen",
+                f"worker {self.member.worker} averages nothing: after {UNSTEPPED} forwards no torch.optim optimizer has "
+                "stepped on the model's own parameters. Optimizers over copies of parameters (master weights) and "
+                "manual updates are not detected",
                 HeadwayWarning,
                 stacklevel=3,
             )
 
     @property
     def is_trained_unseen(self) -> bool:
-        """Whether the model seems to be trained without any step that is seen."""
+        """Whether the model seems to train without detected optimizer steps."""
         return self._unstepped >= UNSTEPPED and self._stepping.optimizer is None
 
     def changes(self) -> None:
-        """What a joining worker is given changes from here on, until the next step's end: statistics, in a forward."""
+        """Mark the model as changing until the end of the next step; a forward updates statistics."""
         self._snapshots.resume()
 
     def updated_by(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is the one that updates the model, which is found at its first step otherwise.
+        """Register ``optimizer``, which is otherwise detected at its first step.
 
-        Raises UserError where it updates nothing of the model.
+        Raises UserError if it updates no parameter of the model.
         """
         self._stepping.bind_once(optimizer)
 
     def flush(self) -> None:
-        """Finish the averaging in flight, so that the parameters are what the next step would begin with."""
+        """Complete the averaging in flight, so that parameters are those with which the next step begins."""
         self._averaging.flush(self.iteration)
 
     def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
-        """Leave the groups and end with the same model as all: the mean over all live workers, or ``source``'s.
+        """End training with one model on all workers: the mean over live workers, or the model of ``source``.
 
-        Call it on every worker, once, after the last step. It returns whose mean it is: who had not finished within
-        half of ``timeout_s``, or was lost, is not in it; who is late gets it too while the one that collected is
-        there. Averaged are all parameters, frozen ones too, and statistics by this model's policy; other buffers are
-        as one worker has them. Raises CommunicationError where nobody gives the final model in time; this worker's own
-        is then as it was, and the worker has left for good. Who collects has room for the models of all workers.
+        Call it on every worker, once, after the last step. It returns the workers in the mean: those that were lost or
+        had not finished within half of ``timeout_s`` are left out, but late workers still receive the model while the
+        collecting worker runs. All parameters are averaged, including frozen ones, and statistics according to
+        ``buffers``; other buffers are copied from one worker. Raises CommunicationError if the final model does not
+        arrive in time; this worker's model is then unchanged, and the worker has left the job. The collecting worker
+        needs memory for the models of all workers.
         """
         self._refuse_closed()
         self.flush()
         self._take_incarnation()
         self.coordinator.leave()
         layout = whole_layout(self.module, buffers=self._policies["buffers"])
-        own = layout.empty()
-        layout.read(own)
+        values = layout.empty()
+        layout.read(values)
         try:
-            agreed, finished = self._finishing.finish(own, layout.digest, source, timeout_s)
+            agreed, finished = self._finishing.finish(values, layout.digest, source, timeout_s)
             layout.write(agreed)
         finally:
             self.close(leave=False)
         return finished
 
     def checkpoint(self) -> dict[str, Any]:
-        """This worker's model, optimizer, iteration and random numbers, for ``torch.save``.
+        """Return this worker's model, optimizer, iteration and random state, for ``torch.save``.
 
-        Averaging in flight is finished first. A group whose decision is not known by then is left out of it.
+        Averaging in flight is completed first, except for groups whose decision is unknown.
         """
         self.flush()
         if self._awaited is not None and self._awaited.optimizer:
             raise UserError(
-                "this worker has joined with an optimizer's state, and has not seen the optimizer yet",
-                fix="Pass optimizer= when the model is wrapped, or step once before.",
+                "cannot save: this worker received optimizer state but has not seen its optimizer yet",
+                fix="Pass optimizer= when wrapping the model, or step once before saving.",
             )
         saved = checkpoint.saved(self.module, self._stepping.optimizer, self.iteration)
         return {**saved, "averaged": sorted(self._earlier)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``checkpoint()``, whatever this worker held. Wrap with ``initial="own"`` if all are restored.
+        """Restore ``checkpoint()``. Wrap with ``initial="own"`` if all workers are restored.
 
-        Under a schedule all ranks are restored, as often as each other. Raises UserError where it is no checkpoint of
-        this model.
+        Under a schedule, all ranks must be restored equally often. Raises UserError if it is not a checkpoint of this
+        model.
         """
         self._averaging.drop()
         with self._snapshots.writing():
@@ -320,21 +317,19 @@ class PartialAllReduce(nn.Module):
             self.coordinator.begin_anew()
 
     def close(self, *, leave: bool = True) -> None:
-        """Leave the job without a last mean; the model is this worker's own."""
+        """Leave the job without averaging; the model stays this worker's own."""
         if self._closed:
             return
         self._closed = True
         self._collected.detach()
         try:
-            self._parts.close(leave=leave)
+            self._resources.close(leave=leave)
         finally:
             atexit.unregister(self._at_exit)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Refuse to be copied: a copy would be another worker. Raises UnsupportedError."""
+        """Raise UnsupportedError: a copy would be another worker."""
         raise UnsupportedError("a wrapped model cannot be copied", fix="Copy its .module.")
-
-    # What happens in training ------------------------------------------------------------------------
 
     def _before_step(self) -> None:
         self._refuse_closed()
@@ -362,21 +357,19 @@ class PartialAllReduce(nn.Module):
         self._earlier |= layout.parameters
         return layout
 
-    # Joining -----------------------------------------------------------------------------------------
-
     def _join(self, initial: str, timeout_s: float) -> None:
-        others = self.coordinator.join(self.member, timeout_s)
+        peers = self.coordinator.join(self.member, timeout_s)
         self._take_incarnation()
-        self._known.add(others)
-        if initial == "peer" and not others and self.member.incarnation > 1:
+        self._directory.add(peers)
+        if initial == "peer" and not peers and self.member.incarnation > 1:
             _log.warning(
-                "worker %d has been in this job before, and nobody else is there to take the model from: it begins "
-                "with its own. If others still train and only the coordinator lost them, end this worker: "
+                "worker %d rejoins, but no other worker is there to copy the model from: it starts with its own. "
+                "If others are still training and only the coordinator lost them, stop this worker: "
                 "they would average with it",
                 self.member.worker,
             )
-        if others and initial == "peer":
-            state = joining.fetch(self._peers, others, self.member, self.module, timeout_s)
+        if peers and initial == "peer":
+            state = joining.fetch(self._peers, peers, self.member, self.module, timeout_s)
             joining.take_over(state, self.module)
             self.iteration = state.iteration
             self._earlier.update(state.averaged)
@@ -384,7 +377,7 @@ class PartialAllReduce(nn.Module):
                 joining.take_over_moments(state, self.module, optimizer)
             else:
                 self._awaited = state
-        self._known.say_hello(self._peers)
+        self._directory.say_hello(self._peers)
         self._snapshots.rest()
         if isinstance(self.coordinator, ScheduledCoordinator):
             self.coordinator.begin_together(timeout_s)
@@ -395,9 +388,9 @@ class PartialAllReduce(nn.Module):
             self._awaited = None
 
     def _take_incarnation(self) -> None:
-        """Tell others the incarnation that the coordinator counts: groups have it."""
+        """Use the incarnation that the coordinator assigned, since groups refer to it."""
         incarnation = max(self.member.incarnation, self.coordinator.incarnation)
-        self.member = self._known.own = replace(self.member, incarnation=incarnation)
+        self.member = self._directory.member = replace(self.member, incarnation=incarnation)
 
     def _state(self) -> WorkerState:
         state = joining.state_of(self.module, self._stepping.optimizer, self.iteration, self._earlier)
@@ -406,20 +399,20 @@ class PartialAllReduce(nn.Module):
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UnsupportedError(
-                "the model has finished or was closed", fix="Train its .module, or wrap that again."
+                "the model is closed or has finished", fix="Train its .module, or wrap that again."
             )
 
 
 def _state_of(wrapped: weakref.ref[PartialAllReduce]) -> WorkerState:
-    if (own := wrapped()) is None:
+    if (wrapper := wrapped()) is None:
         raise ConnectionError("the model is gone")
-    return own._state()
+    return wrapper._state()
 
 
 def _layout_of(wrapped: weakref.ref[PartialAllReduce]) -> Layout:
-    own = wrapped()
-    assert own is not None, "only its own steps average"
-    return own._layout()
+    wrapper = wrapped()
+    assert wrapper is not None, "only its own steps average"
+    return wrapper._layout()
 
 
 def wrap(

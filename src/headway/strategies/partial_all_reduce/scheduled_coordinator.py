@@ -1,7 +1,6 @@
-"""ScheduledCoordinator: groups by a fixed schedule, without anybody who coordinates.
+"""ScheduledCoordinator: groups by a fixed schedule, without a coordinator process.
 
-Every rank knows who averages with whom after each iteration. The members of a group agree by themselves whether they
-take the mean: their votes are counted by the first of them.
+Every rank knows the group of each iteration. The first member of a group counts the votes on whether to apply the mean.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ YES, NO = b"yes", b"no"
 
 
 class ScheduledCoordinator:
-    """A ``Coordinator`` that answers from ``schedule`` and the iteration, for the ranks that meet in ``store``.
+    """A ``Coordinator`` that answers from ``schedule``, for ranks that share ``store``.
 
-    ``run`` is the same on all ranks, and no other run's. Membership is fixed: where a rank is lost, each of its groups
-    costs its members the time limit of a group, and they go on with their own parameters.
+    ``run`` is a unique name, the same on all ranks. Membership is fixed: if a rank is lost, each of its groups costs the
+    other members the time limit of a group, and they continue with their own parameters.
     """
 
     def __init__(
@@ -49,30 +48,30 @@ class ScheduledCoordinator:
 
     @property
     def is_reachable(self) -> bool:
-        """Always: there is nobody to reach."""
+        """Always True: there is no process to reach."""
         return True
 
     @property
     def incarnation(self) -> int:
-        """None is counted: ranks do not come back."""
+        """Always 0: ranks do not rejoin."""
         return 0
 
     def join(self, member: Member, timeout_s: float) -> Sequence[Member]:
-        """Meet all ranks of the schedule; returns those of lower numbers. Raises CommunicationError."""
+        """Wait for all ranks of the schedule; returns those of lower rank. Raises CommunicationError."""
         keys = [f"{self._run}/member/{rank}" for rank in range(self._schedule.world_size)]
         try:
             self._store.set(keys[self._rank], json.dumps(as_json(member)))
             self._store.wait(keys, timedelta(seconds=timeout_s))
-            found = [member_from(json.loads(self._store.get(key))) for key in keys]
+            members = [member_from(json.loads(self._store.get(key))) for key in keys]
         except (RuntimeError, OSError, ValueError) as error:
             raise CommunicationError(
-                f"rank {self._rank}: not all {len(keys)} ranks of the schedule came within {timeout_s:g} s"
+                f"rank {self._rank}: not all {len(keys)} ranks of the schedule joined within {timeout_s:g} s"
             ) from error
-        self._members = {each.worker: each for each in found}
-        return found[: self._rank]
+        self._members = {peer.worker: peer for peer in members}
+        return members[: self._rank]
 
     def begin_together(self, timeout_s: float) -> None:
-        """Return when every rank has called this: none may make a step before all hold the first one's parameters.
+        """Wait until all ranks have called this, so that none steps before all hold rank 0's parameters.
 
         Raises CommunicationError.
         """
@@ -86,17 +85,17 @@ class ScheduledCoordinator:
             ) from error
 
     def begin_anew(self) -> None:
-        """Rounds that there have been may come again, as every rank goes on from a checkpoint: they are others."""
+        """Give rounds new names after all ranks were restored from a checkpoint, since their numbers repeat."""
         self._beginnings += 1
         self._starts.clear()
         self._outcomes.clear()
 
     def ask(self, iteration: int) -> None:
-        """This rank has finished ``iteration``, counted from 1: its group is that of round ``iteration`` - 1."""
+        """Note that this rank has finished ``iteration``, counted from 1, so round ``iteration`` - 1 is next."""
         self._iteration = iteration
 
     def granted(self, timeout_s: float) -> GroupStart | None:
-        """The group of this round, at once."""
+        """Return the group of this round immediately."""
         del timeout_s
         ranks = self._schedule.group_of(self._rank, self._iteration - 1) or (self._rank,)
         number = self._iteration * self._schedule.world_size + ranks[0]
@@ -106,7 +105,7 @@ class ScheduledCoordinator:
         return start
 
     def vote(self, number: int, reduced: bool, timeout_s: float) -> bool:
-        """Whether all members of the group hold its mean: the first of them counts, and says so on its board."""
+        """Vote; returns whether all members hold the mean, which the first member decides on its board."""
         start = self._starts[number]
         deadline = time.monotonic() + timeout_s
         index = [member.worker for member in start.members].index(self._rank)
@@ -117,58 +116,60 @@ class ScheduledCoordinator:
             room.put(f"vote/{index}", YES if reduced else NO)
             if index == 0:
                 decision = YES
-                for each in range(len(start.members)):
-                    (vote,) = room.get([f"vote/{each}"])
+                for voter in range(len(start.members)):
+                    (vote,) = room.get([f"vote/{voter}"])
                     if vote != YES:
                         decision = NO
                         break
                 room.put("decision", decision)
-            (found,) = room.get(["decision"])
+            (outcome,) = room.get(["decision"])
         except OSError:
             if index == 0:
                 self._server.board.put(f"{start.key}/votes", "decision", NO)
                 self._outcomes = {number: False}
             return False
-        self._outcomes = {number: found == YES}
-        return found == YES
+        self._outcomes = {number: outcome == YES}
+        return outcome == YES
 
     def outcome(self, number: int, timeout_s: float) -> bool | None:
-        """What the first member of the group has decided; None where it cannot be asked."""
+        """Return the decision of the group's first member; None if it cannot be reached."""
         if number in self._outcomes:
             return self._outcomes[number]
         start = self._starts.get(number)
         if start is None:
             return None
-        own = self._members[self._rank]
+        member_here = self._members[self._rank]
         deadline = time.monotonic() + timeout_s
-        room = room_of(f"{start.key}/votes", start.members[0], own, self._server, self._peers, deadline)
+        room = room_of(
+            f"{start.key}/votes", start.members[0], member_here, self._server, self._peers, deadline
+        )
         try:
-            (found,) = room.get(["decision"])
+            (decision,) = room.get(["decision"])
         except OSError:
             return None
-        return bool(found == YES)
+        return bool(decision == YES)
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Nobody watches."""
+        """Do nothing: there is no coordinator to report to."""
 
     def leave(self) -> None:
-        """Nothing: membership is fixed."""
+        """Do nothing: membership is fixed."""
 
 
 def number_of(coordinator: Coordinator | GroupSchedule, worker: Worker | None) -> Worker:
-    """This worker's number: as it is told, or its rank in the schedule. Raises UserError where there is none."""
+    """Return ``worker``, or this process's rank in the schedule. Raises UserError without either."""
     if worker is not None:
         return worker
     if not isinstance(coordinator, GroupSchedule):
-        raise UserError("this worker has no number", fix="Pass worker=, a number of its own in the job.")
+        raise UserError("no worker number given", fix="Pass worker=, a number that is unique in the job.")
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "there is no process group", expected="torch.distributed to be initialised",
-            fix="Call torch.distributed.init_process_group first, under torchrun.",
+            "no process group", expected="torch.distributed to be initialised",
+            fix="Run under torchrun and call torch.distributed.init_process_group first.",
         )  # fmt: skip
     if dist.get_world_size() != coordinator.world_size:
         raise UserError(
-            "the schedule is for another number of workers", got=dist.get_world_size(),
+            "the schedule does not match the number of ranks", got=dist.get_world_size(),
             expected=str(coordinator.world_size),
         )  # fmt: skip
     return dist.get_rank()
@@ -178,14 +179,14 @@ _runs = 0
 
 
 def run_name() -> str:
-    """The same on all ranks, for each wrapped model of this process in turn."""
+    """Return a name for the next wrapped model that is the same on all ranks."""
     global _runs  # noqa: PLW0603 - counts in one process
     _runs += 1
     return f"headway/partial/{_runs}"
 
 
 def shared_secret() -> bytes:
-    """A secret of the ranks of the default process group, from rank 0 by their store."""
+    """Return a secret shared by the ranks of the default process group, through their store."""
     store = torch_private.default_store()
     key = f"headway/partial/{_runs + 1}/secret"
     if dist.get_rank() == 0:

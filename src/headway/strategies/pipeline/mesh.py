@@ -75,9 +75,9 @@ class MeshStrategy(Strategy):
         """The same with the number of micro-batches that were recorded."""
         return self.model_copy(update={"pipeline": self.pipeline.spelled_out(job)})
 
-    def beside(self, other: Strategy) -> Strategy:
+    def beside(self, alternative: Strategy) -> Strategy:
         """Another order for the same replicas."""
-        return self.model_copy(update={"pipeline": other}) if isinstance(other, PipelineStrategy) else other
+        return self.model_copy(update={"pipeline": alternative}) if isinstance(alternative, PipelineStrategy) else alternative
 
     @property
     def family(self) -> str:

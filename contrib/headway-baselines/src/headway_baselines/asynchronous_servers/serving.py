@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from headway.rpc import frames
+from headway.rpc.frames import LARGE_HEADER_BYTES, FrameError, FrameServer, Limits, endpoint
 from headway.rpc.trusted import connect
-from headway.strategies.partial_all_reduce import frames
-from headway.strategies.partial_all_reduce.frames import FrameError, FrameServer
-from headway.strategies.partial_all_reduce.peers import endpoint
 from headway.strategies.silent import in_words
 from headway_baselines.asynchronous_servers.shard import Shard
 
@@ -42,10 +41,8 @@ class ShardServer:
         worker = -1
         try:
             while True:
-                header, payload = frames.receive(
-                    connection, time.monotonic() + IDLE_S, max_payload_bytes=self._shard.form.size_bytes,
-                    max_header_bytes=frames.MAX_HEADER_BYTES,  # that of a push has the options of all groups
-                )  # fmt: skip
+                limits = Limits(LARGE_HEADER_BYTES, self._shard.form.size_bytes)
+                header, payload = frames.receive(connection, limits, time.monotonic() + IDLE_S)
                 worker = self._known(header.get("worker"))
                 if header.get("kind") == "here":
                     continue
@@ -58,7 +55,7 @@ class ShardServer:
                 self._shard.left(worker)
 
     def _answer_one(
-        self, connection: socket.socket, worker: int, header: Mapping[str, Any], payload: bytearray
+        self, connection: socket.socket, worker: int, header: Mapping[str, Any], payload: memoryview
     ) -> None:
         wait_s = min(float(header["wait_s"]), LONGEST_ANSWER_S)
         deadline = time.monotonic() + wait_s
@@ -156,9 +153,8 @@ class Servers:
         try:
             connection = self._connection(server, deadline)
             frames.send(connection, said, as_bytes(gradients), deadline)
-            answer, message = frames.receive(
-                connection, deadline + 5.0, max_payload_bytes=self._sizes_bytes[server]
-            )
+            limits = Limits(payload_bytes=self._sizes_bytes[server])
+            answer, message = frames.receive(connection, limits, deadline + 5.0)
         except OSError as error:
             raise ConnectionError(f"{in_words([server])} ({error})") from error
         if "failed" in answer:
@@ -168,7 +164,7 @@ class Servers:
         return answer, as_tensor(message)
 
 
-def as_tensor(received: bytearray) -> torch.Tensor:
+def as_tensor(received: memoryview) -> torch.Tensor:
     """Bytes as a tensor of bytes."""
     if not received:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A coordinator as a child process of a job's launcher, started again where it crashes."""
+"""Runs a coordinator as a child process of the job's launcher and restarts it after crashes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import IO
 
 from headway import files
 from headway.errors import LaunchError
+from headway.rpc.interface import format_address
 from headway.strategies.partial_all_reduce.coordinator import transport
 from headway.strategies.partial_all_reduce.coordinator.options import DEFAULT_LEASE_S, GeneratorChoice
 from headway.strategies.partial_all_reduce.coordinator.security import checked_secret, write_secret
@@ -26,9 +27,9 @@ SECRET_VARIABLE = "HEADWAY_COORDINATOR_SECRET"
 START_S = 60.0
 END_S = 5.0
 MAX_RESTARTS = 10
-"""How often in a row it is started again; what crashes more often would go on to."""
+"""Restarts in a row before giving up."""
 STEADY_S = 60.0
-"""After so long its next crash is the first in a row."""
+"""A coordinator that ran this long resets the count of restarts."""
 RESTART_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # doubled from one to the next: a full disk may get room
 _JOURNAL, _SECRET = "journal", "secret"
 _LINE_BYTES = 4096
@@ -37,11 +38,11 @@ _log = logging.getLogger("headway")
 
 
 class CoordinatorProcess:
-    """A coordinator in a process of its own, with a new secret; it ends with this process at the latest.
+    """A coordinator in a child process, with a new secret; it ends with this process at the latest.
 
-    Secret and journal are in ``folder``, by default a temporary one of mode 700. That goes when it is closed or, where
-    this process is killed, when the next one starts. With the folder of an earlier one, the job goes on where that one
-    stood. Raises LaunchError where it does not start, with its own words.
+    Secret and journal are in ``folder``, by default a temporary one of mode 700, which is removed on close or, if this
+    process is killed, when the next coordinator starts. With the folder of an earlier coordinator, the job resumes from
+    its journal. Raises LaunchError with the child's last line if it does not start.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CoordinatorProcess:
         try:
             secret = self._folder / _SECRET
             self._secret = secret.read_text().strip() if secret.exists() else write_secret(secret)
-            self._process, self.address = self._started(transport.format_address(host, 0))
+            self._process, self.address = self._started(format_address(host, 0))
         except BaseException:
             self._remove()
             raise
@@ -70,20 +71,20 @@ class CoordinatorProcess:
 
     @property
     def secret(self) -> bytes:
-        """What workers have to know."""
+        """The secret that workers need."""
         return self._secret.encode()
 
     @property
     def pid(self) -> int:
-        """The process that serves now, or did last."""
+        """Process id of the current coordinator, or of the last one."""
         return self._process.pid
 
     def environment(self) -> Mapping[str, str]:
-        """What workers on this host need in their environment, which other users cannot read: address and secret."""
+        """Environment variables with address and secret for workers; other users cannot read them."""
         return {ADDRESS_VARIABLE: self.address, SECRET_VARIABLE: self._secret}
 
     def close(self) -> None:
-        """End it, and remove what it kept in a temporary folder."""
+        """Stop the coordinator and remove its temporary folder."""
         self._closing.set()
         process = self._process
         process.terminate()
@@ -97,7 +98,7 @@ class CoordinatorProcess:
         self._remove()
 
     def _restart(self) -> None:
-        """Start it again whenever it has crashed."""
+        """Restart the coordinator whenever it crashes."""
         crashes, started_s = 0, time.monotonic()
         while True:
             status = self._process.wait()
@@ -107,7 +108,7 @@ class CoordinatorProcess:
             crashes = 1 if time.monotonic() > started_s + STEADY_S else crashes + 1
             if crashes > MAX_RESTARTS:
                 break
-            _log.warning("the coordinator has ended with status %d: it is started again", status)
+            _log.warning("the coordinator exited with status %d: restarting it", status)
             if self._closing.wait(min(RESTART_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)):
                 return
             started_s = time.monotonic()
@@ -117,10 +118,10 @@ class CoordinatorProcess:
                 _log.warning("%s", failure)
             if self._closing.is_set():
                 self._process.terminate()
-        _log.warning("the coordinator crashes again and again: workers train on alone")
+        _log.warning("the coordinator keeps crashing and is not restarted: workers train alone")
 
     def _started(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
-        """A new process, and its address once it listens."""
+        """Start a process; returns it and its address once it listens."""
         command = [
             sys.executable, "-P", "-m", "headway", "coordinate", "--json", "--with-parent", "--listen", listen,
             "--secret-file", str(self._folder / _SECRET), "--journal", str(self._folder / _JOURNAL),
@@ -128,8 +129,8 @@ class CoordinatorProcess:
         ]  # fmt: skip
         if self._metrics is not None:
             command += ["--metrics", self._metrics]
-        said = self._folder / "said"
-        with said.open("wb") as errors:
+        log = self._folder / "said"
+        with log.open("wb") as errors:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 start_new_session=True,  # signals from the terminal are for the launcher
@@ -142,9 +143,9 @@ class CoordinatorProcess:
             process.kill()
             process.wait()
             _close_pipes(process)
-            words = said.read_text(errors="replace").strip().splitlines()
+            words = log.read_text(errors="replace").strip().splitlines()
             raise LaunchError(
-                "the coordinator does not start", got=words[-1] if words else "no address in time"
+                "the coordinator did not start", got=words[-1] if words else "no address in time"
             ) from None
 
     def _remove(self) -> None:
@@ -152,9 +153,9 @@ class CoordinatorProcess:
 
 
 def from_environment() -> tuple[str, bytes | None] | None:
-    """Address and secret that the launcher has put into this process's environment; None without an address.
+    """Return address and secret from the environment; None without an address.
 
-    Raises UserError for a secret that is too short.
+    Raises UserError if the secret is too short.
     """
     address, secret = os.environ.get(ADDRESS_VARIABLE), os.environ.get(SECRET_VARIABLE)
     if not address:
@@ -163,7 +164,7 @@ def from_environment() -> tuple[str, bytes | None] | None:
 
 
 def _line(pipe: IO[bytes], limit_s: float) -> bytes:
-    """The first line from ``pipe``, or as much of it as came in time."""
+    """Read the first line from ``pipe``, or as much as arrives in time."""
     deadline = time.monotonic() + limit_s
     data = b""
     with selectors.DefaultSelector() as selector:

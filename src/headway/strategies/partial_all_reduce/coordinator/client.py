@@ -1,4 +1,4 @@
-"""A worker's side of a coordinator that is another process, perhaps on another host."""
+"""Client of a coordinator in another process, possibly on another host: connection, heartbeats and votes."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ _loop: asyncio.AbstractEventLoop | None = None
 _owner = 0
 
 
-# The thread on which this process talks to coordinators: one event loop for all of them.
-#
-# grpc.aio serves one event loop of a process well; with several, it logs errors that are none.
+# One event loop for all coordinators of a process: with several, grpc.aio logs spurious errors.
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """The event loop, which runs on a daemon thread.
+    """Return the event loop for coordinators, which runs on a daemon thread.
 
-    Raises UnsupportedError in a process that was forked from one that has such a loop: gRPC does not work there.
+    Raises UnsupportedError in a process forked from one that has such a loop: gRPC does not work there.
     """
     global _loop, _owner
     with _lock:
         if _loop is not None and _owner != os.getpid():
             raise UnsupportedError(
-                "a coordinator is used in a process that was forked from one that uses it",
-                fix="Start the process with the method spawn.",
+                "a coordinator cannot be used in a process forked from one that already uses it",
+                fix="Start the process with the spawn method.",
             )
         if _loop is None:
             _loop, _owner = asyncio.new_event_loop(), os.getpid()
@@ -61,9 +59,9 @@ CONNECT_S = 5.0
 BEATS_A_LEASE = 4
 MAX_UNSENT = 1024
 FINAL = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-"""Statuses after which trying again is of no use."""
+"""Statuses after which retrying is pointless."""
 MOST_REFUSED = 5
-"""Connections in a row, over some two seconds, that another secret ends: an earlier job's coordinator may yet go."""
+"""Connections in a row (about two seconds) that may fail over a wrong secret, since an earlier coordinator may linger."""
 
 
 class LinkLostError(Exception):
@@ -71,10 +69,10 @@ class LinkLostError(Exception):
 
 
 class Link:
-    """Keeps one worker connected, on one event loop. The functions that it calls must not block.
+    """Keeps one worker connected, on one event loop. Callbacks must not block.
 
-    ``welcomed`` is called with each welcome, ``heard`` with each later message, ``lost`` with the reason whenever a
-    connection ends or could not be made, and with ``final`` where none will be made again.
+    ``welcomed`` is called with each welcome and ``heard`` with each later message. ``lost`` is called with the reason
+    whenever a connection ends or fails, and with ``final`` True if it will not be retried.
     """
 
     def __init__(
@@ -104,21 +102,21 @@ class Link:
         self._has_left = False
 
     def say(self, message: messages.AnyToCoordinator) -> None:
-        """Send a message where there is a connection."""
+        """Send a message if connected."""
         if self._unsent is not None:
-            with suppress(asyncio.QueueFull):  # the connection is dead, and is found to be so by its silence
+            with suppress(asyncio.QueueFull):  # the connection is dead, which its silence will reveal
                 self._unsent.put_nowait(message)
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Send these numbers with the next beat."""
+        """Send these metrics with the next heartbeat."""
         self._metrics = {**(self._metrics or {}), **metrics}
 
     async def run(self) -> None:
-        """Stay connected until cancelled, or another connection would be of no use."""
+        """Stay connected until cancelled, or until reconnecting is pointless."""
         try:
             async with transport.channel(self._host, self._port, self._credentials) as channel:
                 await self._stay_connected(channel)
-        except Exception as failure:  # a defect: whoever waits for an answer is told that none will come
+        except Exception as failure:  # a defect: wake callers that wait for an answer
             self._lost(f"{type(failure).__name__}: {failure}", True)
             raise
         finally:
@@ -140,7 +138,7 @@ class Link:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _connected(self, channel: grpc.aio.Channel) -> tuple[str, bool]:
-        """Serve one connection to its end; returns why it ended, and whether that is final."""
+        """Serve one connection; returns why it ended, and whether that is final."""
         import grpc.aio
 
         call: Any = channel.stream_stream(f"/{transport.SERVICE}/{transport.METHOD}")()
@@ -159,7 +157,7 @@ class Link:
             self._refused = self._refused + 1 if _shows_another_secret(failure) else 0
             hopeless = not self._incarnation and self._refused >= MOST_REFUSED
             return _reason(failure), hopeless or failure.code().name in FINAL
-        except asyncio.InvalidStateError as failure:  # written to after it has ended
+        except asyncio.InvalidStateError as failure:  # written to after its end
             return str(failure), False
         except TimeoutError:
             return "no answer in time", False
@@ -172,16 +170,16 @@ class Link:
         raise AssertionError("unreachable")
 
     async def _greet(self, call: Any) -> float:
-        """Say hello; returns the lease."""
+        """Exchange hello and welcome; returns the lease."""
         member = self._member
-        said = messages.MemberModel(
+        model = messages.MemberModel(
             worker=member.worker, incarnation=self._incarnation, address=member.address, host=member.host
         )
-        hello = messages.Hello(protocol=messages.PROTOCOL, session=self._session, member=said)
+        hello = messages.Hello(protocol=messages.PROTOCOL, session=self._session, member=model)
         await call.write(messages.encode(hello))
         welcome = await self._next(call)
         if not isinstance(welcome, messages.Welcome):
-            raise LinkLostError("the coordinator did not welcome the worker")
+            raise LinkLostError("the coordinator did not accept the worker")
         self._incarnation = welcome.incarnation
         self._unsent = asyncio.Queue(MAX_UNSENT)
         self._welcomed(welcome)
@@ -220,7 +218,7 @@ class Link:
                 await call.done_writing()
 
     async def _beat(self, lease_s: float) -> None:
-        """Say that the worker is alive; a coordinator that does not answer for a lease is given up."""
+        """Send heartbeats. Raises LinkLostError if the coordinator is silent for a lease."""
         while True:
             now = time.monotonic()
             if now - self._heard_at > lease_s:
@@ -237,21 +235,21 @@ def _shows_another_secret(failure: grpc.aio.AioRpcError) -> bool:
 
 
 def _reason(failure: grpc.aio.AioRpcError) -> str:
-    """Why a connection ended, without what gRPC says of itself."""
+    """Return why a connection ended, without gRPC's internal details."""
     if _shows_another_secret(failure):
-        return "what answers there has another secret than this worker, or none"
+        return "the server at this address has a different secret, or none"
     words = failure.details() or failure.code().name
     brief = re.sub(r"^failed to connect .*?ipv[46]:\S+ (Failed to connect to remote host: )?", "", words)
     if "handshake" in words.lower() or "Socket closed" in words:
-        return f"{brief}; does it have the same secret?"
+        return f"{brief}; check that it has the same secret"
     return brief
 
 
 MAX_REMEMBERED = 1024
-"""How many groups, and decisions about them, a worker remembers."""
+"""Number of groups, and of decisions about them, that a worker remembers."""
 LEAVE_S = 2.0
 NOTICE_S = 5.0
-"""After so long a worker says that it still waits for its coordinator."""
+"""A worker warns after this time that it still waits for its coordinator."""
 _METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}", re.ASCII)
 _Value = TypeVar("_Value")
 _log = logging.getLogger("headway")
@@ -259,32 +257,32 @@ _log = logging.getLogger("headway")
 
 @dataclass(slots=True)
 class _State:
-    """What the thread that talks to the coordinator and the one that trains share, under one lock."""
+    """State shared by the event loop and the training thread, under one lock."""
 
     connected: bool = False
     leaving: bool = False
-    ended: str | None = None  # why there will be no connection again
-    last_failure: str = "nobody answers"
+    ended: str | None = None  # why there will be no further connection
+    last_failure: str = "no answer"
     incarnation: int = 0
     generator: str | None = None
     rejoined: int = 0
-    others: tuple[Member, ...] = ()
-    asked: bool = False
-    granted: GroupStart | None = None  # and not yet taken
-    current: GroupStart | None = None  # taken, and its decision not heard
+    peers: tuple[Member, ...] = ()
+    is_asking: bool = False
+    granted: GroupStart | None = None  # not yet taken
+    current: GroupStart | None = None  # taken and undecided
     votes: OrderedDict[int, messages.Vote] = field(default_factory=OrderedDict)
     keys: OrderedDict[int, str] = field(default_factory=OrderedDict)
     decisions: OrderedDict[int, bool] = field(default_factory=OrderedDict)
-    unknown: set[int] = field(default_factory=set)  # numbers of which the coordinator has just said so
+    unknown: set[int] = field(default_factory=set)  # groups that the coordinator does not know
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known if the worker can join."""
+        """Whether joining has succeeded or failed."""
         return self.connected or self.ended is not None
 
 
 class _Running:
-    """A link that runs in the background."""
+    """A link running in the background."""
 
     def __init__(self, link: Link) -> None:
         self._process = os.getpid()
@@ -298,16 +296,16 @@ class _Running:
             self._over.set()
 
     def stop(self) -> None:
-        """End it; a process that was forked has none."""
+        """Stop the link, unless this process was forked from its owner."""
         if os.getpid() == self._process:
             self._future.cancel()
             self._over.wait(LEAVE_S)
 
 
 class CoordinatorClient:
-    """One worker's side of the coordinator at HOST:PORT; implements ``Coordinator``.
+    """Client of the coordinator at HOST:PORT; implements ``Coordinator``.
 
-    Raises UserError where gRPC is missing, or an address that other hosts reach is used without a secret.
+    Raises UserError if gRPC is missing, or if a non-loopback address is used without a secret.
     """
 
     def __init__(self, address: str, secret: bytes | None = None) -> None:
@@ -324,23 +322,23 @@ class CoordinatorClient:
 
     @property
     def incarnation(self) -> int:
-        """This worker's incarnation, 0 before it has joined. It grows where the coordinator took it for dead."""
+        """This worker's incarnation; 0 before it joins. It grows if the coordinator considered it dead."""
         return self._state.incarnation
 
     @property
     def generator(self) -> str | None:
-        """Who forms the coordinator's groups, as ``str`` of a ``GeneratorChoice``; None before this worker joined."""
+        """The coordinator's generator, as ``str`` of a ``GeneratorChoice``; None before this worker joins."""
         return self._state.generator
 
     @property
     def rejoined(self) -> int:
-        """How often this worker was taken for dead, or forgotten, and has joined again by itself."""
+        """How often this worker was considered dead or forgotten and has rejoined by itself."""
         return self._state.rejoined
 
     def join(self, member: Member, timeout_s: float) -> Sequence[Member]:
-        """Become a worker of the job; returns the others that are there. The coordinator chooses the incarnation.
+        """Join the job and return the workers already present. The coordinator chooses the incarnation.
 
-        Raises CommunicationError after the time, or where the worker cannot be one.
+        Raises CommunicationError after ``timeout_s``, or if the worker is refused.
         """
         self._stop()
         self._state = state = _State()
@@ -357,12 +355,12 @@ class CoordinatorClient:
             self._wait(lambda: state.is_settled, min(NOTICE_S, timeout_s))
             if not state.is_settled and timeout_s > NOTICE_S:
                 _log.warning(
-                    "worker %d does not reach its coordinator %s (%s): it goes on trying for %.0f s",
+                    "worker %d cannot reach its coordinator %s (%s): retrying for %.0f s",
                     member.worker, self._address, one_line(state.last_failure), timeout_s - NOTICE_S,
                 )  # fmt: skip
                 self._wait(lambda: state.is_settled, timeout_s - NOTICE_S)
             if state.connected:
-                return state.others
+                return state.peers
             reason = state.ended or state.last_failure
         self._stop()
         raise CommunicationError(
@@ -370,50 +368,50 @@ class CoordinatorClient:
         )
 
     def ask(self, iteration: int) -> None:
-        """Say that this worker has finished an iteration and wants to average. Returns immediately.
+        """Request a group after an iteration. Returns immediately.
 
-        A group that this worker was granted and has not voted on counts as not reduced.
+        If this worker was granted a group and has not voted on it, it votes that it lacks the mean.
         """
         with self._condition:
             state = self._state
             if state.current and state.current.number not in state.votes:
                 self._say(_vote(state.current, reduced=False))
             state.current = None
-            if not state.connected or state.asked or state.granted:
+            if not state.connected or state.is_asking or state.granted:
                 return
-            state.asked = True
+            state.is_asking = True
             self._say(messages.Ask(iteration=iteration))
 
     def granted(self, timeout_s: float) -> GroupStart | None:
-        """The group that the last ``ask`` was granted, once it is there: of one member, the worker goes on alone.
+        """Wait for the group of the last ``ask``. A group of one member means that the worker continues alone.
 
-        None after the time, when it can be asked for again, and at once where the coordinator was lost.
+        Returns None after ``timeout_s``, when it may be called again, and immediately if the coordinator was lost.
         """
         with self._condition:
             state = self._state
-            self._wait(lambda: state.granted is not None or not state.asked, timeout_s)
+            self._wait(lambda: state.granted is not None or not state.is_asking, timeout_s)
             start, state.granted = state.granted, None
             if start is not None and len(start.members) > 1:
                 state.current = start
             return start
 
     def vote(self, number: int, reduced: bool, timeout_s: float) -> bool:
-        """Say whether this member holds the group's mean; returns whether all of its members do, and take it.
+        """Vote whether this member holds the group's mean; returns True if all members do and therefore apply it.
 
-        Where the connection is lost, the vote is repeated on the next one as long as there is time. False after the
-        time, when nothing may have been decided yet: ``outcome`` tells.
+        If the connection is lost, the vote is repeated on the next one within ``timeout_s``. Returns False after
+        ``timeout_s``, when the group may still be undecided: see ``outcome``.
         """
         with self._condition:
             state = self._state
             if number not in state.decisions and state.current and state.current.number == number:
-                said = _vote(state.current, reduced=reduced)
-                _remember(state.votes, number, said)
-                self._say(said)
+                message = _vote(state.current, reduced=reduced)
+                _remember(state.votes, number, message)
+                self._say(message)
                 self._wait(lambda: number in state.decisions or state.current is None, timeout_s)
             return state.decisions.get(number, False)
 
     def outcome(self, number: int, timeout_s: float) -> bool | None:
-        """What was decided about a group; None where nothing was, nobody knows, or nobody answers in time."""
+        """Return the decision about a group; None if it is undecided, unknown, or not answered in time."""
         with self._condition:
             state = self._state
             deadline = time.monotonic() + timeout_s
@@ -429,9 +427,9 @@ class CoordinatorClient:
             return state.decisions.get(number)
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Numbers about this worker for whoever watches the job, sent with the next beat. Returns immediately.
+        """Report metrics of this worker with the next heartbeat. Returns immediately.
 
-        Only the first 32 are sent, and none that is not finite or has no plain name.
+        Only the first 32 are sent, without those that are not finite or have no plain name.
         """
         plain = {
             name: float(value)
@@ -443,7 +441,7 @@ class CoordinatorClient:
             loop().call_soon_threadsafe(link.report, kept)
 
     def leave(self) -> None:
-        """End the membership: groups that have not begun go on without this worker."""
+        """Leave the job: groups that have not begun proceed without this worker."""
         with self._condition:
             state = self._state
             if state.connected:
@@ -453,7 +451,7 @@ class CoordinatorClient:
         self._stop()
 
     def _stop(self) -> None:
-        """End the connection, if there is one; the coordinator is told nothing."""
+        """End the connection, if any, without telling the coordinator."""
         running, self._running = self._running, None
         self._link = None
         if running is None:
@@ -463,7 +461,7 @@ class CoordinatorClient:
         with self._condition:
             self._state.connected = False
             self._state.ended = self._state.ended or "the worker has left"
-            self._state.asked = False
+            self._state.is_asking = False
             self._state.granted = self._state.current = None
             self._condition.notify_all()
 
@@ -478,14 +476,14 @@ class CoordinatorClient:
         with self._condition:
             before, state.incarnation = state.incarnation, welcome.incarnation
             state.connected, state.generator = True, welcome.generator
-            state.others = tuple(member.value() for member in welcome.members)
+            state.peers = tuple(member.value() for member in welcome.members)
             # Where the welcome to a new incarnation was lost, the next one resumes it.
             if before and (not welcome.resumed or welcome.incarnation != before):
                 state.rejoined += 1
                 state.current = None
                 _log.warning(
-                    "the coordinator took this worker for dead, or has forgotten it: "
-                    "it has joined again, as incarnation %d",
+                    "the coordinator considered this worker dead or lost its state: "
+                    "the worker has rejoined as incarnation %d",
                     welcome.incarnation,
                 )
             if welcome.running:
@@ -495,23 +493,23 @@ class CoordinatorClient:
             self._condition.notify_all()
 
     def _on_running(self, state: _State, running: GroupStart) -> None:
-        """A group runs with this worker, which has just got its connection back."""
+        """Handle a group that is running with this worker after a reconnection."""
         voted = state.votes.get(running.number)
         if voted and voted.key == running.key:
             self._say(voted)
         elif state.current is None or state.current.key != running.key:
-            self._say(_vote(running, reduced=False))  # it was granted what nobody here asks for any more
+            self._say(_vote(running, reduced=False))  # this worker no longer waits for that group
 
     def _on_message(self, state: _State, message: messages.AnyToWorker) -> None:
         with self._condition:
             if isinstance(message, messages.Start):
                 start = message.value()
-                if state.keys.get(start.number) != start.key:  # of a coordinator that has counted anew
+                if state.keys.get(start.number) != start.key:  # the coordinator has restarted its numbers
                     state.votes.pop(start.number, None)
                     state.decisions.pop(start.number, None)
                 _remember(state.keys, start.number, start.key)
-                if state.asked:
-                    state.asked, state.granted = False, start
+                if state.is_asking:
+                    state.is_asking, state.granted = False, start
                 elif len(start.members) > 1:
                     self._say(_vote(start, reduced=False))
             elif isinstance(message, messages.Decided):
@@ -534,11 +532,11 @@ class CoordinatorClient:
     def _on_lost(self, state: _State, reason: str, final: bool) -> None:
         with self._condition:
             if state.connected and not state.leaving:
-                _log.warning("the coordinator is lost (%s): this worker trains on alone", reason)
+                _log.warning("lost the coordinator (%s): this worker trains alone", reason)
             state.connected = False
             state.last_failure = reason
             state.ended = reason if final else state.ended
-            state.asked = False
+            state.is_asking = False
             if state.granted and len(state.granted.members) > 1:
                 state.granted = None
             if final:
@@ -550,7 +548,7 @@ def _vote(start: GroupStart, *, reduced: bool) -> messages.Vote:
     return messages.Vote(number=start.number, key=start.key, reduced=reduced)
 
 
-def _remember(known: OrderedDict[int, _Value], number: int, value: _Value) -> None:
-    known[number] = value
-    while len(known) > MAX_REMEMBERED:
-        known.popitem(last=False)
+def _remember(values: OrderedDict[int, _Value], number: int, value: _Value) -> None:
+    values[number] = value
+    while len(values) > MAX_REMEMBERED:
+        values.popitem(last=False)

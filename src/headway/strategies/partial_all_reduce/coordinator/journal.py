@@ -1,10 +1,10 @@
-"""The journal of a coordinator: after a crash, another one goes on where it stood.
+"""Write-ahead journal of a coordinator, from which another one resumes after a crash.
 
-A line is the CRC-32 of a JSON document, and the document. The first is a snapshot of the ledger; each other one is an
-event and what it led to. Every line is handed to the operating system before anybody is told of what it says, so that
-it outlives a process that is killed; lines with decisions are on the disk (fsync) before that, so that decisions that
-somebody has heard outlive a machine that loses its power, and so do all lines before them. A last line that is torn is
-dropped: nobody has heard of it. When the journal has grown, a snapshot written next to it takes its place.
+A line is the CRC-32 of a JSON document, and the document. The first is a snapshot of the ledger; each further one is an
+event and its answers. Every line is written before its answers are sent, so it survives a killed process. Lines with
+decisions are also synced to disk (fsync) first, so decisions that a worker has received, and all lines before them,
+survive a power loss. A torn last line is dropped: its answers were never sent. A journal that has grown is replaced by
+a new snapshot.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headway import files
 from headway.errors import UserError
 from headway.strategies.partial_all_reduce.coordinator.ledger import (
+    Answer,
     AnyEvent,
     Event,
     Ledger,
     MakeGenerator,
-    Said,
     Snapshot,
 )
 from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart
@@ -34,7 +34,7 @@ from headway.strategies.partial_all_reduce.coordinator.messages import GroupStar
 FORMAT = 1
 MAX_BYTES = 512 * 2**20
 COMPACT_BYTES = 16 * 2**20
-"""From which size on a snapshot takes the journal's place, once it is twice as large as its first snapshot."""
+"""From this size on, a journal twice as large as its first snapshot is replaced by a new snapshot."""
 _OWNER_ONLY = 0o600
 
 
@@ -47,14 +47,14 @@ class _Header(BaseModel):
 
 
 class JournalError(UserError):
-    """A journal is damaged, in use, or of another job or generator."""
+    """A journal is damaged, in use, or belongs to another generator."""
 
 
 class Journal:
-    """An open journal, which no other coordinator may use at the same time."""
+    """A journal that is open and locked against other coordinators."""
 
     def __init__(self, path: Path, generator: str) -> None:
-        """Take the journal at ``path`` for a generator described by ``generator``; raises JournalError where in use."""
+        """Lock the journal at ``path`` for ``generator``, its description. Raises JournalError if it is in use."""
         self.path = path
         self._generator = generator
         self._file = -1
@@ -62,9 +62,9 @@ class Journal:
         self._lock = self._locked()
 
     def open(self, make_generator: MakeGenerator, job: str) -> Ledger:
-        """The ledger that the journal is of; that of the new job named ``job`` where there is no journal yet.
+        """Restore the ledger from the journal; without a journal, start the job named ``job``.
 
-        Raises JournalError where it is damaged, or of another generator.
+        Raises JournalError if the journal is damaged or belongs to another generator.
         """
         if not self.path.exists():
             ledger = Ledger(make_generator, job)
@@ -83,21 +83,21 @@ class Journal:
         self._compact_at_bytes = max(COMPACT_BYTES, 2 * len(lines[0]))
         return ledger
 
-    def append(self, event: AnyEvent, said: Sequence[Said]) -> None:
-        """Hand a line to the operating system. Raises OSError where that fails."""
-        self._write({"event": event.model_dump(mode="json"), "led_to": _led_to(said)})
+    def append(self, event: AnyEvent, answers: Sequence[Answer]) -> None:
+        """Write an event and its answers. Raises OSError if that fails."""
+        self._write({"event": event.model_dump(mode="json"), "led_to": _led_to(answers)})
 
     def sync(self) -> None:
-        """Wait until every line is on the disk. Raises OSError where that fails."""
+        """Sync all lines to disk. Raises OSError if that fails."""
         os.fsync(self._file)
 
     @property
     def is_due(self) -> bool:
-        """Whether it has grown so much that it should be compacted."""
+        """Whether the journal has grown enough to be compacted."""
         return self._size_bytes >= self._compact_at_bytes
 
     def compact(self, ledger: Ledger) -> None:
-        """Let a snapshot of ``ledger`` take the place of all lines. Raises OSError where that fails."""
+        """Replace all lines with a snapshot of ``ledger``. Raises OSError if that fails."""
         header = _Header(headway_journal=FORMAT, generator=self._generator, snapshot=ledger.snapshot())
         new = self.path.with_name(f".{self.path.name}.new")
         before = self._file
@@ -112,7 +112,7 @@ class Journal:
             os.close(before)
 
     def close(self) -> None:
-        """Sync and release it."""
+        """Sync, close and unlock the journal."""
         if self._file >= 0:
             os.fsync(self._file)
             os.close(self._file)
@@ -127,15 +127,15 @@ class Journal:
         except OSError as failure:
             raise JournalError(
                 f"the journal {self.path} cannot be opened", got=failure.strerror,
-                fix="Check the folder and its rights.",
+                fix="Check that the folder exists and is writable.",
             ) from None  # fmt: skip
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)
             raise JournalError(
-                f"the journal {self.path} is in use", expected="one coordinator a journal",
-                fix="End the other coordinator first.",
+                f"the journal {self.path} is in use", expected="one coordinator per journal",
+                fix="Stop the other coordinator first.",
             ) from None  # fmt: skip
         return lock
 
@@ -146,7 +146,7 @@ class Journal:
             rest = rest[os.write(self._file, rest) :]
 
     def _lines(self) -> tuple[list[bytes], int]:
-        """The documents of all whole lines, and where they end."""
+        """Return the documents of all complete lines, and their total size."""
         try:
             with files.open_regular(self.path, JournalError, "the journal") as file:
                 data = file.read(MAX_BYTES + 1)
@@ -154,20 +154,20 @@ class Journal:
             raise JournalError(f"the journal {self.path} cannot be read", got=failure.strerror) from None
         if len(data) > MAX_BYTES:
             raise JournalError(f"the journal {self.path} is too large", expected=f"at most {MAX_BYTES} bytes")
-        *whole, _ = data.split(b"\n")
-        found: list[bytes] = []
+        *complete, _ = data.split(b"\n")
+        documents: list[bytes] = []
         size_bytes = 0
-        for number, line in enumerate(whole):
+        for number, line in enumerate(complete):
             document = _document(line)
             if document is None:
-                if not found or any(_document(later) is not None for later in whole[number + 1 :]):
+                if not documents or any(_document(later) is not None for later in complete[number + 1 :]):
                     raise self._damaged(number)
                 break
-            found.append(document)
+            documents.append(document)
             size_bytes += len(line) + 1
-        if not found:
+        if not documents:
             raise self._damaged(0)
-        return found, size_bytes
+        return documents, size_bytes
 
     def _replayed(self, lines: Sequence[bytes], make_generator: MakeGenerator) -> Ledger:
         try:
@@ -176,10 +176,10 @@ class Journal:
             raise self._damaged(0) from None
         if header.headway_journal != FORMAT or header.generator != self._generator:
             raise JournalError(
-                f"the journal {self.path} is of another coordinator",
+                f"the journal {self.path} belongs to a different coordinator",
                 got=f"generator {header.generator}, format {header.headway_journal}",
                 expected=f"generator {self._generator}, format {FORMAT}",
-                fix="Start it as it was started before, or with a new journal.",
+                fix="Start the coordinator with its earlier options, or with a new journal.",
             )
         number = 0
         try:
@@ -189,7 +189,7 @@ class Journal:
                 document = json.loads(line)
                 event = Event.validate_python(document["event"])
                 if _led_to(ledger.apply(event)) != document["led_to"]:
-                    raise ValueError("the generator decides otherwise")
+                    raise ValueError("the generator decides differently")
         except (ValueError, LookupError, TypeError, AssertionError, RecursionError):
             raise self._damaged(number) from None
         return ledger
@@ -197,16 +197,16 @@ class Journal:
     def _damaged(self, number: int) -> JournalError:
         return JournalError(
             f"the journal {self.path} is damaged at line {number + 1}, or another version of Headway wrote it",
-            fix="Start with a new journal; the job's workers join again.",
+            fix="Start with a new journal; workers rejoin by themselves.",
         )
 
 
-def _led_to(said: Sequence[Said]) -> list[list[Any]]:
+def _led_to(answers: Sequence[Answer]) -> list[list[Any]]:
     return [
-        [one.number, *(member.worker for member in one.members)]
-        if isinstance(one, GroupStart)
-        else [one.number, "committed" if one.committed else "aborted"]
-        for one in said
+        [answer.number, *(member.worker for member in answer.members)]
+        if isinstance(answer, GroupStart)
+        else [answer.number, "committed" if answer.committed else "aborted"]
+        for answer in answers
     ]
 
 

@@ -1,7 +1,7 @@
-"""Who is a worker of the job, which groups run, and what was decided: a pure state machine around one generator.
+"""Members, running groups and decisions of a job: a pure state machine around one generator.
 
 The server tells it what happens and carries out what it answers; the journal tells it the same events again after a
-crash, and gets the same answers. It has no clock and no chance.
+crash, and gets the same answers. It has no clock and no randomness.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class _Event(BaseModel):
 
 
 class Booted(_Event):
-    """A coordinator has begun to serve the job; ``boot`` is a name of its own, part of the keys of its groups."""
+    """A coordinator has started; ``boot`` is a unique name that is part of its groups' keys."""
 
     kind: Literal["booted"] = "booted"
     boot: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 class Joined(_Event):
-    """A worker has become a member, under a new incarnation."""
+    """A worker has joined under a new incarnation."""
 
     kind: Literal["joined"] = "joined"
     worker: WorkerNumber
@@ -53,7 +53,7 @@ class Joined(_Event):
 
 
 class Left(_Event):
-    """A member has gone: by itself, as its lease has ended, or as another process has taken its number."""
+    """A member has left: by itself, because its lease expired, or because another process took its number."""
 
     kind: Literal["left"] = "left"
     worker: WorkerNumber
@@ -69,21 +69,21 @@ class Asked(_Event):
 
 
 class Withdrew(_Event):
-    """A member has lost its connection: what it asked for counts no more."""
+    """A member has lost its connection: its request is void."""
 
     kind: Literal["withdrew"] = "withdrew"
     worker: WorkerNumber
 
 
 class Absented(_Event):
-    """A member has not asked for long: until it does, groups that have not begun go on without it."""
+    """A member has not asked for long: until it does, groups that have not begun proceed without it."""
 
     kind: Literal["absented"] = "absented"
     worker: WorkerNumber
 
 
 class Voted(_Event):
-    """A member has said whether it holds the mean of a group."""
+    """A member has voted whether it holds the mean of a group."""
 
     kind: Literal["voted"] = "voted"
     worker: WorkerNumber
@@ -93,7 +93,7 @@ class Voted(_Event):
 
 
 class Woke(_Event):
-    """The time has come that the generator wanted to be called at."""
+    """The generator's wake-up time has come."""
 
     kind: Literal["woke"] = "woke"
 
@@ -107,9 +107,8 @@ class _Record(BaseModel):
 
 
 class WorkerRecord(_Record):
-    """A member. ``admitted``: the generator knows it; ``waits``: there; ``asks``: before it may be asked.
-
-    ``absent``: until it asks.
+    """A member. ``admitted``: known to the generator. ``waits``: waiting in the generator. ``asks``: has asked before it
+    was admitted. ``absent``: not admitted until it asks.
     """
 
     member: MemberModel
@@ -121,14 +120,14 @@ class WorkerRecord(_Record):
 
 
 class GroupRecord(_Record):
-    """A group that runs, and the workers that have said that they hold its mean."""
+    """A running group, and the workers that voted that they hold its mean."""
 
     start: Start
     reduced: list[WorkerNumber]
 
 
 class Snapshot(_Record):
-    """All that the ``Ledger`` of a job knows."""
+    """Complete state of a ``Ledger``."""
 
     job: str
     boot: str
@@ -141,11 +140,11 @@ class Snapshot(_Record):
 
 
 MAX_DECISIONS = 16_384
-"""How many decisions are remembered."""
+"""Number of decisions that are remembered."""
 
 
 class Decision(NamedTuple):
-    """A group has ended; ``members`` are those that are to be told."""
+    """A group has ended; ``members`` are to be notified."""
 
     number: int
     key: str
@@ -153,7 +152,7 @@ class Decision(NamedTuple):
     members: tuple[Member, ...]
 
 
-Said = GroupStart | Decision
+Answer = GroupStart | Decision
 
 
 @dataclass(slots=True)
@@ -162,9 +161,9 @@ class _Live:
 
     member: Member
     session: str
-    admitted: bool = False  # whether the generator knows it
-    waits: bool = False  # in the generator
-    asks: bool = False  # since before the generator may be asked
+    admitted: bool = False  # known to the generator
+    waits: bool = False  # waiting in the generator
+    asks: bool = False  # asked before it was admitted
     absent: bool = False  # until it asks
 
 
@@ -179,11 +178,11 @@ class _Group:
 
 
 MakeGenerator = Callable[[Mapping[Worker, str]], GroupGenerator]
-"""Makes a new generator, always of the same class and options, which may look up the host of each worker there."""
+"""Creates a generator, always of the same class and options, given a mapping of workers to hosts."""
 
 
 class Ledger:
-    """What the coordinator of the job named ``job`` knows."""
+    """State of the job named ``job``: members, running groups and decisions."""
 
     def __init__(self, make_generator: MakeGenerator, job: str) -> None:
         self._hosts: dict[Worker, str] = {}
@@ -194,74 +193,74 @@ class Ledger:
         self._live: dict[Worker, _Live] = {}
         self._incarnations: dict[Worker, int] = {}  # the last of each worker
         self._groups: dict[int, _Group] = {}
-        self._busy: dict[Worker, int] = {}  # the group that runs with a worker of this number
+        self._busy: dict[Worker, int] = {}  # worker to its running group
         self._decisions: OrderedDict[int, tuple[str, bool]] = OrderedDict()  # with the groups' keys
-        self._said: list[Said] = []
+        self._answers: list[Answer] = []
 
     @property
     def members(self) -> Sequence[Member]:
-        """The members, by worker."""
+        """Members, ordered by worker."""
         return [self._live[worker].member for worker in sorted(self._live)]
 
     @property
     def running(self) -> int:
-        """How many groups run."""
+        """Number of running groups."""
         return len(self._groups)
 
     @property
     def wake_ns(self) -> int | None:
-        """When ``Woke`` is to happen, on the job's clock."""
+        """When ``Woke`` is due, on the job's clock."""
         return self._generator.wake_ns
 
     def member(self, worker: Worker) -> Member | None:
-        """The member of this number, if there is one."""
+        """Return the member with this number, or None."""
         live = self._live.get(worker)
         return live.member if live else None
 
     def session(self, worker: Worker) -> str | None:
-        """The session of the member of this number."""
+        """Return the session of the member with this number, or None."""
         live = self._live.get(worker)
         return live.session if live else None
 
     def computes(self, worker: Worker) -> bool:
-        """Whether a member neither waits nor is in a group that runs."""
+        """Whether a member neither waits nor is in a running group."""
         return worker in self._live and not self.waits(worker) and worker not in self._busy
 
     def waits(self, worker: Worker) -> bool:
-        """Whether a member has asked, and was granted nothing yet."""
+        """Whether a member has asked and has no group yet."""
         live = self._live.get(worker)
         return live is not None and (live.waits or live.asks)
 
     def running_with(self, member: Member) -> GroupStart | None:
-        """The group that runs with this very member."""
+        """Return the running group of this member and incarnation."""
         number = self._busy.get(member.worker)
         start = None if number is None else self._groups[number].start
         return start if start and member in start.members else None
 
     def decision(self, number: int, key: str | None) -> bool | None:
-        """What was decided about the group of a number, and of a key, if one is given; None where nobody knows."""
+        """Return the decision about a group; None if it is unknown or ``key`` does not match."""
         decided_key, committed = self._decisions.get(number, (None, None))
         return committed if key is None or key == decided_key else None
 
     def runs(self, number: int, key: str | None) -> bool:
-        """Whether the group of a number, and of a key, if one is given, has begun and not ended."""
+        """Whether a group is running and matches ``key``, if given."""
         group = self._groups.get(number)
         return group is not None and key in (None, group.start.key)
 
     def may_vote(self, member: Member, number: int, key: str) -> bool:
-        """Whether a vote of this member on the group still counts."""
+        """Whether this member may still vote on the group."""
         group = self._groups.get(number)
         return group is not None and group.start.key == key and member in group.start.members
 
-    def apply(self, event: AnyEvent) -> Sequence[Said]:
-        """Take in what has happened; returns what the members are to be told, in order.
+    def apply(self, event: AnyEvent) -> Sequence[Answer]:
+        """Apply ``event`` and return the answers to send to members, in order.
 
-        Who a worker is, and whether its vote counts, has to be asked before. Raises ValueError where time goes back.
+        The caller has checked the worker's identity and ``may_vote``. Raises ValueError if time goes backwards.
         """
         if event.now_ns < self.now_ns:
-            raise ValueError("the job's clock goes back")
+            raise ValueError("the job's clock goes backwards")
         self.now_ns = event.now_ns
-        self._said = []
+        self._answers = []
         match event:
             case Booted():
                 self.boot = event.boot
@@ -282,7 +281,7 @@ class Ledger:
                 self._vote(event)
             case Woke():
                 self._begin(self._generator.wake(self.now_ns))
-        return self._said
+        return self._answers
 
     def _join(self, event: Joined) -> None:
         worker = event.worker
@@ -336,15 +335,15 @@ class Ledger:
             self._decisions.popitem(last=False)
         for worker in group.workers:
             del self._busy[worker]
-        told = tuple(member for member in group.start.members if self.member(member.worker) == member)
-        self._said.append(Decision(number, group.start.key, committed, told))
+        recipients = tuple(member for member in group.start.members if self.member(member.worker) == member)
+        self._answers.append(Decision(number, group.start.key, committed, recipients))
         self._begin(self._generator.ended(number, self.now_ns))
         for worker in group.workers:
             self._admit_where_free(worker)
             self._ask_where_free(worker)
 
     def _admit_where_free(self, worker: Worker) -> None:
-        """Tell the generator of a worker, but not while a group still runs with an earlier incarnation of it."""
+        """Admit a worker to the generator, unless a group with an earlier incarnation of it is running."""
         live = self._live.get(worker)
         if live and not live.admitted and not live.absent and worker not in self._busy:
             live.admitted = True
@@ -367,10 +366,10 @@ class Ledger:
             if len(members) > 1:
                 self._groups[grant.number] = _Group(start)
                 self._busy.update(dict.fromkeys(grant.members, grant.number))
-            self._said.append(start)
+            self._answers.append(start)
 
     def snapshot(self) -> Snapshot:
-        """All that it knows."""
+        """Return the complete state."""
         return Snapshot(
             job=self.job,
             boot=self.boot,
@@ -393,9 +392,9 @@ class Ledger:
 
     @classmethod
     def restored(cls, make_generator: MakeGenerator, snapshot: Snapshot) -> Ledger:
-        """The one whose snapshot it is, around a new generator of the same class and options.
+        """Restore a ledger from ``snapshot``, with a new generator of the same class and options.
 
-        Raises ValueError where the generator knows nothing of such a state.
+        Raises ValueError if the generator cannot restore its state.
         """
         ledger = cls(make_generator, snapshot.job)
         ledger.boot, ledger.now_ns = snapshot.boot, snapshot.now_ns

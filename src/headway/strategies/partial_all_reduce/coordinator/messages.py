@@ -1,4 +1,4 @@
-"""What a worker and its coordinator say to each other, whatever carries it."""
+"""Messages between workers and their coordinator, and the ``Coordinator`` protocol that a worker uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupStart:
-    """``members`` (by worker) average now. ``key`` is unique in the life of the job, restarts of all included."""
+    """``members`` (by worker) average now. ``key`` is unique over the life of the job, including restarts."""
 
     number: int
     key: str
@@ -34,10 +34,10 @@ class GroupStart:
 
 
 class Coordinator(Protocol):
-    """One worker's side of the coordinator. Calls do not block longer than they say; none raises for an outage.
+    """A worker's view of the coordinator. Calls block no longer than their timeout, and none raises for an outage.
 
-    During an outage of the coordinator (``is_reachable`` False) a worker trains on alone; the connection is made again
-    in the background, and what was asked before counts no more.
+    During an outage (``is_reachable`` is False) a worker trains alone; the connection is restored in the background,
+    and earlier requests are void.
     """
 
     @property
@@ -46,35 +46,35 @@ class Coordinator(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """This worker's, as it is counted there since it has joined; 0 where none is."""
+        """This worker's incarnation as the coordinator counts it; 0 before it joins."""
 
     def join(self, member: Member, timeout_s: float) -> Sequence[Member]:
-        """Become a worker of the job; returns the others that are there. Raises CommunicationError after the time."""
+        """Join the job and return the workers already present. Raises CommunicationError after ``timeout_s``."""
 
     def ask(self, iteration: int) -> None:
-        """Say that this worker has finished an iteration and wants to average. Returns immediately."""
+        """Request a group after an iteration. Returns immediately."""
 
     def granted(self, timeout_s: float) -> GroupStart | None:
-        """The group that the last ``ask`` was granted, once it is there: of one member, the worker goes on alone.
+        """Wait for the group of the last ``ask``. A group of one member means that the worker continues alone.
 
-        None after the time, and where the coordinator was lost.
+        Returns None after ``timeout_s`` and if the coordinator was lost.
         """
 
     def vote(self, number: int, reduced: bool, timeout_s: float) -> bool:
-        """Say whether this member holds the group's mean; returns whether all of its live members do, and take it.
+        """Vote whether this member holds the group's mean; returns True if all live members do and therefore apply it.
 
-        False where one does not, after the time, and where the coordinator was lost before it had decided; a member
-        that was lost in between learns the decision when it joins again (``outcome``).
+        Returns False if one does not, after ``timeout_s``, and if the coordinator was lost before the decision. A
+        member that was disconnected in between learns the decision later from ``outcome``.
         """
 
     def outcome(self, number: int, timeout_s: float) -> bool | None:
-        """What was decided about a group; None where nothing was, or nobody knows."""
+        """Return the decision about a group; None if it is undecided or unknown."""
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Numbers about this worker for whoever watches the job. Returns immediately."""
+        """Report metrics of this worker. Returns immediately."""
 
     def leave(self) -> None:
-        """End the membership: groups that have not begun go on without this worker."""
+        """Leave the job: groups that have not begun proceed without this worker."""
 
 
 PROTOCOL = 1
@@ -82,7 +82,7 @@ MAX_WORKERS = 4096
 MAX_TO_COORDINATOR_BYTES = 16 * 2**10
 MAX_TO_WORKER_BYTES = 4 * 2**20
 MAX_REPORTED = 32
-"""How many numbers a worker reports at most."""
+"""Largest number of metrics in a report."""
 
 WorkerNumber = Annotated[int, Field(ge=0, lt=MAX_WORKERS)]
 Counter = Annotated[int, Field(ge=0, lt=2**62)]
@@ -94,7 +94,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class MalformedError(ValueError):
-    """A message that is none, or says what none may say."""
+    """A message is malformed or has values out of range."""
 
 
 class _Model(BaseModel):
@@ -111,18 +111,18 @@ class MemberModel(_Model):
 
     @classmethod
     def of(cls, member: Member) -> MemberModel:
-        """The model of ``member``."""
+        """Convert ``member`` to a message."""
         return cls(
             worker=member.worker, incarnation=member.incarnation, address=member.address, host=member.host
         )
 
     def value(self) -> Member:
-        """The member that this is the model of."""
+        """Convert the message to a ``Member``."""
         return Member(self.worker, self.incarnation, self.address, self.host)
 
 
 class Hello(_Model):
-    """The first message of a worker. ``session`` names its client; ``incarnation`` is the last it knew, 0 at first."""
+    """First message of a worker. ``session`` names its client; the member's incarnation is the last it knew, or 0."""
 
     kind: Literal["hello"] = "hello"
     protocol: int
@@ -147,7 +147,7 @@ class Vote(_Model):
 
 
 class AskOutcome(_Model):
-    """What was decided about a group? ``key`` is None where the worker does not know it."""
+    """Request the decision about a group. ``key`` is None if the worker does not know it."""
 
     kind: Literal["ask_outcome"] = "ask_outcome"
     number: Counter
@@ -155,7 +155,7 @@ class AskOutcome(_Model):
 
 
 class Beat(_Model):
-    """The worker is alive. ``round_trip_s`` is what its last beat took, ``metrics`` what it has to report, if new."""
+    """Heartbeat, with the round-trip time of the last one and new metrics, if any."""
 
     kind: Literal["beat"] = "beat"
     number: Counter
@@ -164,7 +164,7 @@ class Beat(_Model):
 
 
 class Leave(_Model):
-    """The worker ends its membership."""
+    """The worker leaves."""
 
     kind: Literal["leave"] = "leave"
 
@@ -179,21 +179,21 @@ class Start(_Model):
 
     @classmethod
     def of(cls, start: GroupStart) -> Start:
-        """The message of ``start``."""
+        """Convert ``start`` to a message."""
         return cls(
             number=start.number, key=start.key, members=[MemberModel.of(member) for member in start.members]
         )
 
     def value(self) -> GroupStart:
-        """The start that this is the message of."""
+        """Convert the message to a ``GroupStart``."""
         return GroupStart(self.number, self.key, tuple(member.value() for member in self.members))
 
 
 class Welcome(_Model):
-    """The worker is a member: ``incarnation`` is its own, ``members`` the others, ``running`` a group that has begun.
+    """The worker is a member, with ``incarnation``; ``members`` are the others, ``running`` is its running group.
 
-    ``resumed``: it is the membership that it had before its connection was lost. ``generator`` says who forms groups,
-    with its options and seed.
+    ``resumed``: it keeps the membership from before its connection was lost. ``generator`` describes the group
+    generator, with its options and seed.
     """
 
     kind: Literal["welcome"] = "welcome"
@@ -206,7 +206,7 @@ class Welcome(_Model):
 
 
 class Decided(_Model):
-    """What was decided about a group; ``committed`` is None where it still ``runs``, or nobody knows it."""
+    """Decision about a group; ``committed`` is None if it still ``runs`` or is unknown."""
 
     kind: Literal["decided"] = "decided"
     number: Counter
@@ -233,23 +233,23 @@ _to_worker: TypeAdapter[AnyToWorker] = TypeAdapter(ToWorker)
 
 
 def encode(message: AnyToCoordinator | AnyToWorker) -> bytes:
-    """``message`` as it is sent."""
+    """Encode a message."""
     return message.model_dump_json().encode()
 
 
 def for_coordinator(data: bytes) -> AnyToCoordinator:
-    """A message of a worker. Raises MalformedError where ``data`` is none."""
+    """Decode a message from a worker. Raises MalformedError."""
     return _parsed(_to_coordinator, data, MAX_TO_COORDINATOR_BYTES)
 
 
 def for_worker(data: bytes) -> AnyToWorker:
-    """A message of a coordinator. Raises MalformedError where ``data`` is none."""
+    """Decode a message from a coordinator. Raises MalformedError."""
     return _parsed(_to_worker, data, MAX_TO_WORKER_BYTES)
 
 
 def _parsed(adapter: TypeAdapter[_Message], data: bytes, limit_bytes: int) -> _Message:
     if len(data) > limit_bytes:
-        raise MalformedError(f"{len(data)} bytes; at most {limit_bytes} are read")
+        raise MalformedError(f"a message of {len(data)} bytes; expected at most {limit_bytes}")
     try:
         return adapter.validate_json(data)
     except ValidationError as failure:

@@ -1,4 +1,4 @@
-"""What a coordinator does, as metrics that Prometheus collects from a port of its own."""
+"""Metrics of a coordinator for Prometheus, and log lines about workers that join or leave."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class MixingMeter:
-    """Multiplies the mixing matrices of groups until their product is within ``TOLERANCE``, and begins anew.
+    """Measures repeatedly how long models take to mix: multiplies mixing matrices until within ``TOLERANCE``.
 
-    It begins anew too where workers come or go. Of more than ``MOST_RANKS`` workers it measures nothing.
+    It restarts whenever workers come or go, and measures nothing for more than ``MOST_RANKS`` workers.
     """
 
     def __init__(self) -> None:
@@ -30,18 +30,18 @@ class MixingMeter:
         self._mixing: Mixing | None = None
 
     def joined(self, worker: Worker) -> None:
-        """A worker is there."""
+        """Add a worker."""
         if worker not in self._workers:
             self._workers.add(worker)
             self._mixing = None
 
     def gone(self, worker: Worker) -> None:
-        """A worker is there no more."""
+        """Remove a worker."""
         self._workers.discard(worker)
         self._mixing = None
 
     def averaged(self, members: Sequence[Worker]) -> float | None:
-        """These workers hold their mean; the iterations of a mean worker since the beginning if now all have mixed."""
+        """Add a group; returns the iterations per worker since the last restart once all have mixed, else None."""
         if not 1 < len(self._workers) <= MOST_RANKS:
             return None
         if self._mixing is None:
@@ -55,7 +55,7 @@ class MixingMeter:
 
 
 MAX_REPORTED_NAMES = 32
-"""How many different names of numbers that workers report are shown; further ones are counted and not shown."""
+"""Number of distinct reported metric names that are shown; further ones are only counted."""
 REQUEST_S = 5.0
 _FAST_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 _SLOW_S = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -63,7 +63,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 1024)
 
 
 class PrometheusObserver(Observer):
-    """Counts what a coordinator does, in a registry of its own. Raises UserError without prometheus-client."""
+    """Counts the events of a coordinator. Raises UserError if prometheus-client is missing."""
 
     def __init__(self) -> None:
         try:
@@ -79,30 +79,36 @@ class PrometheusObserver(Observer):
         def counter(name: str, words: str, *labels: str) -> Any:
             return Counter(prefix + name, words, labels, registry=registry)
 
-        self._requests = counter("requests", "Messages of workers, by kind.", "kind")
+        self._requests = counter("requests", "Messages from workers, by kind.", "kind")
         self._handling = histogram("handling_seconds", "Time to handle a message.", _FAST_S, "kind")
-        self._members = Gauge(prefix + "workers", "Workers that are members.", registry=registry)
-        self._running = Gauge(prefix + "groups_running", "Groups that run.", registry=registry)
-        self._sizes = histogram("group_size", "Workers in a group that begins.", _SIZES)
-        self._waits = histogram("wait_seconds", "Time from a worker's question to its group.", _SLOW_S)
-        self._groups = histogram("group_seconds", "Time from a group's begin to its end.", _SLOW_S)
-        self._decided = counter("decisions", "Groups that have ended, committed or aborted.", "outcome")
-        self._joined = counter("joins", "Memberships that have begun.")
-        self._resumed = counter("reconnections", "Memberships that went on over another connection.")
-        self._gone = counter("departures", "Memberships that have ended: left, lease, replaced.", "reason")
-        self._sync = histogram("journal_sync_seconds", "Time to have the journal on the disk.", _SLOW_S)
-        self._round_trips = histogram(
-            "beat_seconds", "Round trips of heartbeats, as workers saw them.", _FAST_S
+        self._members = Gauge(prefix + "workers", "Workers in the job.", registry=registry)
+        self._running = Gauge(prefix + "groups_running", "Groups that are running.", registry=registry)
+        self._sizes = histogram("group_size", "Workers per group.", _SIZES)
+        self._waits = histogram(
+            "wait_seconds", "Time from a worker's request to the start of its group.", _SLOW_S
         )
-        self._dropped = counter("reports_dropped", "Reported numbers beyond the names that are shown.")
+        self._groups = histogram("group_seconds", "Duration of a group.", _SLOW_S)
+        self._decided = counter("decisions", "Groups that ended, committed or aborted.", "outcome")
+        self._joined = counter("joins", "Workers that joined.")
+        self._resumed = counter("reconnections", "Workers that reconnected.")
+        self._gone = counter("departures", "Workers that left, by reason: left, lease, replaced.", "reason")
+        self._sync = histogram("journal_sync_seconds", "Time to sync the journal to disk.", _SLOW_S)
+        self._round_trips = histogram(
+            "beat_seconds", "Round-trip time of heartbeats, measured by workers.", _FAST_S
+        )
+        self._dropped = counter(
+            "reports_dropped", "Reported values dropped because there are too many names."
+        )
         self._reported: Gauge = Gauge(
-            "headway_worker_reported", "What workers report.", ("worker", "name"), registry=registry
+            "headway_worker_reported", "Metrics that workers report.", ("worker", "name"), registry=registry
         )
         self._mixed = Gauge(
-            prefix + "mixing_iterations", "Iterations in which workers have mixed last.", registry=registry
+            prefix + "mixing_iterations",
+            "Iterations per worker until all models last mixed.",
+            registry=registry,
         )
         self._meter = MixingMeter()
-        self._names: dict[str, set[int]] = {}  # with the workers that have reported them
+        self._names: dict[str, set[int]] = {}  # to the workers that reported them
 
     def heard(self, kind: str, handled_s: float) -> None:
         """Count a message."""
@@ -114,12 +120,12 @@ class PrometheusObserver(Observer):
         self._members.set(count)
 
     def joined(self, worker: int, *, resumed: bool) -> None:
-        """Count a worker that has come."""
+        """Count a worker that joined or reconnected."""
         (self._resumed if resumed else self._joined).inc()
         self._meter.joined(worker)
 
     def gone(self, worker: int, reason: str) -> None:
-        """Count a worker that has gone, and forget what it has reported."""
+        """Count a departure and remove the worker's metrics."""
         self._gone.labels(reason).inc()
         self._meter.gone(worker)
         for name, workers in list(self._names.items()):
@@ -135,7 +141,7 @@ class PrometheusObserver(Observer):
         self._running.set(running)
 
     def waited(self, seconds: float) -> None:
-        """Count what a worker has waited."""
+        """Observe the waiting time of a worker."""
         self._waits.observe(seconds)
 
     def decided(self, committed: bool, seconds: float, running: int) -> None:
@@ -158,7 +164,7 @@ class PrometheusObserver(Observer):
         self._round_trips.observe(seconds)
 
     def reported(self, worker: int, metrics: Mapping[str, float]) -> None:
-        """Show what a worker reports."""
+        """Show metrics that a worker reported."""
         for name, value in metrics.items():
             if name not in self._names and len(self._names) >= MAX_REPORTED_NAMES:
                 self._dropped.inc()
@@ -168,14 +174,14 @@ class PrometheusObserver(Observer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_S  # for who connects and says nothing
+    timeout = REQUEST_S  # for silent connections
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
 
 class MetricsPort:
-    """Serves a registry on HOST, PORT, one request after the other; port 0 takes a free one."""
+    """Serves the metrics of ``observer`` on HOST, PORT; port 0 picks a free port."""
 
     def __init__(self, observer: PrometheusObserver, host: str, port: int) -> None:
         from prometheus_client import make_wsgi_app
@@ -185,7 +191,7 @@ class MetricsPort:
                 host, port, make_wsgi_app(observer.registry), WSGIServer, handler_class=_Handler
             )
         except OSError as failure:
-            raise UserError(f"metrics cannot be served on {host} port {port}", got=failure.strerror) from None
+            raise UserError(f"cannot serve metrics on {host} port {port}", got=failure.strerror) from None
         self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="headway-metrics", daemon=True).start()
 
@@ -197,13 +203,13 @@ class MetricsPort:
 
 _GONE = {
     "left": "has left",
-    "lease": "was silent for too long, and is taken for dead",
+    "lease": "is considered dead: its lease expired",
     "replaced": "was replaced by another process",
 }
 
 
 class Narrating(Observer):
-    """Hands ``say`` a line for each worker that joins, comes back or goes, with how many there are then."""
+    """Calls ``say`` with a line for each worker that joins, reconnects or leaves, and the number of workers."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
@@ -211,17 +217,17 @@ class Narrating(Observer):
         self._news = ""
 
     def joined(self, worker: int, *, resumed: bool) -> None:
-        """A worker has come."""
+        """Note a worker that joined or reconnected."""
         super().joined(worker, resumed=resumed)
         self._news = f"worker {worker} {'is back' if resumed else 'has joined'}"
 
     def gone(self, worker: int, reason: str) -> None:
-        """A worker has gone."""
+        """Note a worker that left."""
         super().gone(worker, reason)
         self._news = f"worker {worker} {_GONE.get(reason, reason)}"
 
     def members(self, count: int) -> None:
-        """That makes so many; said with what made them."""
+        """Report the last event with the new number of workers."""
         super().members(count)
         if self._news:
             self._say(f"{self._news}: {counted(count, 'worker')}")
@@ -229,4 +235,4 @@ class Narrating(Observer):
 
 
 class NarratingWithMetrics(Narrating, PrometheusObserver):
-    """Both. Raises UserError without prometheus-client."""
+    """``Narrating`` and ``PrometheusObserver``. Raises UserError if prometheus-client is missing."""

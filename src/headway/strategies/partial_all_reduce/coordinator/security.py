@@ -1,4 +1,4 @@
-"""TLS from a job's shared secret, and the file that holds it."""
+"""Mutual TLS derived from a job's shared secret, and the file that holds the secret."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
 
 # The order of P-256 (FIPS 186-4, D.1.2.3); a key is one less than it at most.
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_KEY_BYTES = 48  # 128 bits more than the order has, so that every key is as likely as another
+_KEY_BYTES = 48  # 128 bits more than the order, so that keys are uniform
 _PURPOSE = b"headway coordinator: authority of certificates, 1"
-# Clocks of hosts differ, and a secret's life is that of its job: certificates say nothing about time.
+# Clocks of hosts differ, and a secret lives as long as its job, so certificates do not expire.
 _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 
 
-# TLS from a shared secret: who knows it is an authority of certificates, and trusts those of that authority only.
-#
-# The authority's key (ECDSA on P-256) is derived from the secret by HKDF-SHA-256; each process draws a key of its own,
-# has the authority sign it for its side, and forgets the authority's. So both ends of a TLS connection prove that they
-# know the secret, nobody can read or change what they send, and who learns the secret later cannot read what was sent.
+# Mutual TLS from a shared secret: the key of a certificate authority (ECDSA on P-256) is derived from the secret with
+# HKDF-SHA-256. Each process generates its own key, signs it with the authority's key and discards the latter. So both
+# ends prove that they know the secret, traffic is private, and a secret that leaks later does not expose past traffic.
 
 
 class Identity(NamedTuple):
-    """What one process shows, and what it trusts, as PEM."""
+    """Key and certificate of a process and the authority that it trusts, as PEM."""
 
     key: bytes
     certificate: bytes
@@ -45,23 +43,23 @@ class Identity(NamedTuple):
 
 
 def server_credentials(secret: bytes) -> grpc.ServerCredentials:
-    """Of a coordinator; only workers that know the secret get through. Raises UserError without cryptography."""
+    """Return credentials of a coordinator. Raises UserError if cryptography is missing."""
     import grpc
 
-    own = identity(secret, server=True)
-    return grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
+    pem = identity(secret, server=True)
+    return grpc.ssl_server_credentials([(pem.key, pem.certificate)], pem.authority, require_client_auth=True)
 
 
 def client_credentials(secret: bytes) -> grpc.ChannelCredentials:
-    """Of a worker. Raises UserError without cryptography."""
+    """Return credentials of a worker. Raises UserError if cryptography is missing."""
     import grpc
 
-    own = identity(secret, server=False)
-    return grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    pem = identity(secret, server=False)
+    return grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate)
 
 
 def identity(secret: bytes, *, server: bool) -> Identity:
-    """A new identity of one side. Raises UserError without cryptography."""
+    """Create an identity for one side. Raises UserError if cryptography is missing."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -128,7 +126,7 @@ def _name(text: str) -> x509.Name:
 
 SECRET_BYTES = 32
 MIN_CHARACTERS = 32
-"""Who talks to either end could try out weak secrets without asking again."""
+"""Weak secrets could be guessed offline."""
 MAX_FILE_BYTES = 4096
 OWNER_ONLY = 0o600
 
@@ -136,12 +134,12 @@ _log = logging.getLogger("headway")
 
 
 def new_secret() -> str:
-    """A secret for one job, as text."""
+    """Create a secret for one job, as text."""
     return secrets.token_hex(SECRET_BYTES)
 
 
 def write_secret(path: Path) -> str:
-    """Write a new secret into a new file of mode 600. Raises UserError where it cannot be, or there is one."""
+    """Write a new secret to a new file of mode 600. Raises UserError if it exists or cannot be written."""
     secret = new_secret()
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY)
@@ -153,20 +151,20 @@ def write_secret(path: Path) -> str:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file. Raises UserError where there is none, or one that could be guessed."""
+    """Read a secret from a file. Raises UserError if it is missing or too short."""
     secret = files.read_text(path, UserError, "the secret", MAX_FILE_BYTES).strip()
     with suppress(OSError):
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            _log.warning("the secret in %s can be read by others: chmod 600 it", path)
+            _log.warning("the secret in %s is readable by other users: run chmod 600 on it", path)
     return checked_secret(secret, str(path))
 
 
 def checked_secret(secret: str, where: str) -> bytes:
-    """``secret`` as bytes. Raises UserError where it could be guessed."""
+    """Return ``secret`` as bytes. Raises UserError if it is too short."""
     if len(secret) < MIN_CHARACTERS:
         raise UserError(
             f"the secret in {where} is too short", got=f"{len(secret)} characters",
-            expected=f"at least {MIN_CHARACTERS} random ones",
-            fix="Write one with: headway coordinate --new-secret FILE.",
+            expected=f"at least {MIN_CHARACTERS} random characters",
+            fix="Create one with: headway coordinate --new-secret FILE.",
         )  # fmt: skip
     return secret.encode()

@@ -1,4 +1,4 @@
-"""The server of a coordinator: gRPC, one bidirectional stream a worker."""
+"""The gRPC server of a coordinator, with one bidirectional stream per worker."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Context = Any
 """A ``grpc.aio.ServicerContext``: gRPC has no types."""
 STOP_S = 1.0
 LAST_MESSAGE_S = 1.0
-"""How long a connection that ends may still write what it is writing."""
+"""Time in which a closing connection may finish its last message."""
 _log = logging.getLogger("headway")
 
 
 class Server:
-    """A coordinator that listens. ``make_generator`` makes that which ``description`` names, with its options."""
+    """A listening coordinator. ``make_generator`` creates the generator that ``description`` describes."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Server:
         self.address = ""
 
     async def start(self, listen: str) -> None:
-        """Listen on HOST:PORT; port 0 takes a free one. Raises UserError where that cannot be done."""
+        """Listen on HOST:PORT; port 0 picks a free port. Raises UserError if that fails."""
         host, port = transport.parse_address(listen, "the address to listen on")
         transport.check_secret(host, self._options.secret)
         try:
@@ -81,7 +81,7 @@ class Server:
             raise
 
     async def failure(self) -> Exception:
-        """Waits until the coordinator cannot go on; returns why."""
+        """Wait until the coordinator fails; returns the reason."""
         assert self._service is not None
         return await asyncio.shield(self._service.failed)
 
@@ -116,7 +116,7 @@ class Server:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(transport.SERVICE, {transport.METHOD: method}),)
         )
-        target = transport.format_address(host, port)
+        target = format_address(host, port)
         try:
             if options.secret is None:
                 bound = server.add_insecure_port(target)
@@ -128,10 +128,10 @@ class Server:
             bound = 0
         if not bound:
             raise UserError(
-                f"cannot listen on {target}", expected="an address of this machine with a free port",
-                fix="Choose another port, or 0 for a free one.",
+                f"cannot listen on {target}", expected="a local address with a free port",
+                fix="Choose another port, or 0 for any free port.",
             )  # fmt: skip
-        self.address = transport.format_address(host, bound)
+        self.address = format_address(host, bound)
         return server
 
     async def _connect(self, _requests: Any, context: Context) -> None:
@@ -143,7 +143,7 @@ class Server:
         tasks: list[asyncio.Task[None]] = []
 
         async def last_message_sent() -> None:
-            # gRPC loses a status that is sent while a message is in flight: the worker would wait for ever.
+            # gRPC loses a status sent while a message is in flight, and the worker would wait forever.
             with suppress(TimeoutError):
                 await asyncio.wait_for(sending.acquire(), LAST_MESSAGE_S)
 
@@ -169,7 +169,7 @@ class Server:
             _log.warning("malformed message from %s: %s", context.peer(), failure)
             await end("INVALID_ARGUMENT", f"malformed message: {failure}")
         except ServiceFailedError:
-            await end("UNAVAILABLE", "the coordinator cannot go on")
+            await end("UNAVAILABLE", "the coordinator has failed")
         finally:
             for task in tasks:
                 task.cancel()
@@ -183,12 +183,12 @@ class Server:
         try:
             first = await asyncio.wait_for(context.read(), self._options.handshake_s)
         except TimeoutError:
-            raise RefusedError("DEADLINE_EXCEEDED", "nobody said hello") from None
+            raise RefusedError("DEADLINE_EXCEEDED", "no hello message") from None
         if first is grpc.aio.EOF:
-            raise RefusedError("INVALID_ARGUMENT", "nobody said hello")
+            raise RefusedError("INVALID_ARGUMENT", "no hello message")
         hello = messages.for_coordinator(first)
         if not isinstance(hello, messages.Hello):
-            raise RefusedError("INVALID_ARGUMENT", "the first message has to be hello")
+            raise RefusedError("INVALID_ARGUMENT", "the first message must be hello")
         self._service.welcome(hello, stream)
 
     async def _read(self, context: Context, stream: Stream) -> None:
@@ -217,8 +217,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or the end of standard input; calls ``ready`` with the address first.
 
-    Raises UserError where it cannot listen or the journal cannot be used or written, InternalError for a fault of a
-    generator.
+    Raises UserError if it cannot listen or cannot use or write the journal, InternalError if the generator fails.
     """
     asyncio.run(_serve(listen, choice, options, observer, ready, until_input_ends=until_input_ends))
 
@@ -233,15 +232,15 @@ async def _serve(
     until_input_ends: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stop.set)
     if until_input_ends:
-        await _watch_input(told)
+        await _watch_input(stop)
     server = Server(choice.make, str(choice), options, observer)
     await server.start(listen)
     ready(server.address)
-    ends, fails = asyncio.create_task(told.wait()), asyncio.create_task(server.failure())
+    ends, fails = asyncio.create_task(stop.wait()), asyncio.create_task(server.failure())
     try:
         await asyncio.wait((ends, fails), return_when=asyncio.FIRST_COMPLETED)
         failure = fails.result() if fails.done() else None
@@ -252,15 +251,15 @@ async def _serve(
     if isinstance(failure, OSError):
         raise UserError(
             f"the journal {options.journal} cannot be written", got=failure.strerror,
-            fix="Make room, and start the coordinator again: workers come back by themselves.",
+            fix="Free disk space and restart the coordinator: workers reconnect by themselves.",
         )  # fmt: skip
     if failure is not None:
-        raise InternalError(f"the coordinator cannot go on: {failure!r}") from failure
+        raise InternalError(f"the coordinator failed: {failure!r}") from failure
 
 
-async def _watch_input(told: asyncio.Event) -> None:
+async def _watch_input(stop: asyncio.Event) -> None:
     class Input(asyncio.Protocol):
         def connection_lost(self, exc: Exception | None) -> None:
-            told.set()
+            stop.set()
 
     await asyncio.get_running_loop().connect_read_pipe(Input, sys.stdin)

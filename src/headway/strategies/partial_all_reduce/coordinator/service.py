@@ -1,4 +1,4 @@
-"""The coordinator: hears workers, tells the ledger, and tells workers what follows; leases, waking, and the journal."""
+"""The coordinator's event loop: turns messages, leases and timers into ledger events and sends the answers."""
 
 from __future__ import annotations
 
@@ -15,44 +15,42 @@ from typing import NamedTuple
 from headway.strategies.partial_all_reduce.coordinator import ledger as events
 from headway.strategies.partial_all_reduce.coordinator import messages
 from headway.strategies.partial_all_reduce.coordinator.journal import Journal
-from headway.strategies.partial_all_reduce.coordinator.ledger import Decision, Ledger, Said
+from headway.strategies.partial_all_reduce.coordinator.ledger import Answer, Decision, Ledger
 from headway.strategies.partial_all_reduce.coordinator.messages import AnyToWorker, GroupStart, Member
 from headway.strategies.partial_all_reduce.coordinator.observer import Observer
 from headway.strategies.partial_all_reduce.generators.generator import Worker
 
 LEAST_S = 5.0
 FIRST_S = 60.0
-"""How long a member that has never asked is waited for at least."""
+"""Shortest limit for a member that has never asked."""
 FACTOR = 10.0
-"""How many times as long as it usually takes a member may take to ask, until groups go on without it."""
+"""A member is absent after this multiple of its usual time, and groups proceed without it."""
 REMEMBERED = 5
-"""Usual is the median of so many of a member's last times: a single long one, as for an evaluation, counts little."""
+"""The usual time is the median of this many recent times, so a single long one, such as an evaluation, counts little."""
 
 
-# Absence: members that do not train now: they evaluate, save, or wait in a collective of the script.
-#
-# Groups may be drawn before their members have come. A member that is in a script's own barrier comes only when all have
-# come there, also those that wait for it in a group: without this, neither would ever go on.
+# A member may be absent: it evaluates, saves, or waits in a collective of the script. Groups can be drawn before their
+# members arrive, so without this rule a group could wait for a member that itself waits for the group in a barrier.
 
 
 @dataclass(slots=True)
 class _Pace:
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    free_since: float | None = None  # it computes since then
-    returned: bool = False  # it was there before: even its first time is no longer than usual
-    told: bool = False  # that it is absent
+    free_since: float | None = None  # computing since then
+    returned: bool = False  # present before: even its first iteration takes no longer than usual
+    is_reported: bool = False  # as absent
 
     def limit_s(self, longest_s: float) -> float:
-        """After how long it is absent; ``longest_s`` is the longest time that any member is known to have taken."""
+        """Time after which it counts as absent; ``longest_s`` is the longest recent time of any member."""
         if self.times_s:
             return max(LEAST_S, FACTOR * statistics.median(self.times_s))
         return LEAST_S if self.returned else max(FIRST_S, FACTOR * longest_s)
 
 
 class Absences:
-    """Who has not asked for so long that others do not wait for it. Times are seconds of one clock.
+    """Detects members that others should no longer wait for. Times are seconds of one clock.
 
-    A member of which no time is known may take longer: its first iteration may take long. While nobody's is known,
+    A member without a measured iteration gets more time, since its first one may be slow. While no member has one,
     nobody is absent.
     """
 
@@ -60,56 +58,56 @@ class Absences:
         self._paces: dict[Worker, _Pace] = {}
 
     def joined(self, worker: Worker, now: float) -> None:
-        """A member is there for the first time, and computes."""
+        """A member has joined for the first time and computes."""
         self._paces[worker] = _Pace(free_since=now)
 
     def returned(self, worker: Worker, now: float) -> None:
-        """A member is there again, or its iterations were seen by an earlier coordinator; it may wait for others."""
+        """A member has rejoined, or is known from an earlier coordinator; it may be waiting for others."""
         pace = self._paces.setdefault(worker, _Pace())
-        pace.free_since, pace.returned, pace.told = now, True, False
+        pace.free_since, pace.returned, pace.is_reported = now, True, False
 
-    def asked(self, worker: Worker, now: float) -> None:
+    def note_ask(self, worker: Worker, now: float) -> None:
         """A member has finished an iteration."""
         pace = self._paces.setdefault(worker, _Pace())
         if pace.free_since is not None:
             pace.times_s.append(now - pace.free_since)
-        pace.free_since, pace.told = None, False
+        pace.free_since, pace.is_reported = None, False
 
     def freed(self, worker: Worker, now: float) -> None:
-        """A member that has asked computes again: its group has ended, or it goes on alone."""
+        """A member computes again: its group has ended, or it continues alone."""
         if (pace := self._paces.get(worker)) is not None:
-            pace.free_since, pace.told = now, False
+            pace.free_since, pace.is_reported = now, False
 
     def gone(self, worker: Worker) -> None:
-        """It is no member any more. Its times are kept: it may return."""
+        """A member has left. Its times are kept in case it returns."""
         if (pace := self._paces.get(worker)) is not None:
             pace.free_since = None
 
     def absent(self, now: float) -> Sequence[Worker]:
-        """Members that became absent since this was called last."""
+        """Return members that became absent since the last call."""
         longest_s = max(
             (max(pace.times_s) for pace in self._paces.values() if pace.times_s), default=math.inf
         )
-        found = [
+        absent = [
             worker
             for worker, pace in sorted(self._paces.items())
             if pace.free_since is not None
-            and not pace.told
+            and not pace.is_reported
             and now - pace.free_since > pace.limit_s(longest_s)
         ]
-        for worker in found:
-            self._paces[worker].told = True
-        return found
+        for worker in absent:
+            self._paces[worker].is_reported = True
+        return absent
 
 
 LOOKS_A_LEASE = 8
-"""How often a coordinator looks for leases that have ended, during one."""
+"""Checks for expired leases per lease."""
 PAUSE = 0.5
-"""Of a lease: a coordinator that has not looked for so long was itself stopped, and has not heard what was said."""
+"""Share of a lease: a coordinator that did not check for this long was itself stopped and may have missed messages."""
 
 
 class Leases:
-    """When each worker was heard last, in seconds of one clock."""
+    """Leases of workers, in seconds of one clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -118,19 +116,19 @@ class Leases:
 
     @property
     def look_s(self) -> float:
-        """How long to wait between looks."""
+        """Time between checks."""
         return self.lease_s / LOOKS_A_LEASE
 
     def renew(self, worker: Worker, now: float) -> None:
-        """A worker is heard."""
+        """Renew the lease of a worker that sent a message."""
         self._ends[worker] = now + self.lease_s
 
     def drop(self, worker: Worker) -> None:
-        """A worker has left."""
+        """Drop the lease of a worker that left."""
         self._ends.pop(worker, None)
 
     def ended(self, now: float) -> Sequence[Worker]:
-        """The workers whose leases have ended; after a pause of the coordinator itself, all have one more."""
+        """Return workers with expired leases; after a pause of the coordinator itself, all get a new lease."""
         looked, self._looked = self._looked, now
         if looked is not None and now - looked > self.lease_s * PAUSE:
             self._ends = {worker: max(end, now + self.lease_s) for worker, end in self._ends.items()}
@@ -141,14 +139,14 @@ MAX_UNSENT = 1024
 
 
 class Refusal(NamedTuple):
-    """Why a connection is closed: a status of gRPC by name, and words."""
+    """Why a connection is closed: a gRPC status name and a message."""
 
     status: str
     words: str
 
 
 class RefusedError(Exception):
-    """A connection is not served on."""
+    """A connection is refused or ended."""
 
     def __init__(self, status: str, words: str) -> None:
         super().__init__(words)
@@ -156,7 +154,7 @@ class RefusedError(Exception):
 
 
 class Stream:
-    """Messages on their way to one worker. ``worker`` is None until it has said who it is."""
+    """Queue of messages to one worker. ``worker`` is None until its hello message."""
 
     def __init__(self) -> None:
         self.worker: int | None = None
@@ -165,20 +163,20 @@ class Stream:
         self._closed: Refusal | None = None
 
     def say(self, message: AnyToWorker) -> None:
-        """Send a message. A worker that reads too slowly loses its connection."""
+        """Queue a message. A worker that reads too slowly loses its connection."""
         if len(self._unsent) >= MAX_UNSENT:
-            self.close("RESOURCE_EXHAUSTED", "the worker does not read what it is sent")
+            self.close("RESOURCE_EXHAUSTED", "the worker reads too slowly")
             return
         self._unsent.append(message)
         self._changed.set()
 
     def close(self, status: str, words: str) -> None:
-        """Close it, after what was said before."""
+        """Close the stream after all queued messages."""
         self._closed = self._closed or Refusal(status, words)
         self._changed.set()
 
     async def next(self) -> AnyToWorker:
-        """The next message. Raises RefusedError once it is closed and everything was sent."""
+        """Return the next message. Raises RefusedError once the stream is closed and empty."""
         while not self._unsent:
             if self._closed:
                 raise RefusedError(*self._closed)
@@ -188,9 +186,9 @@ class Stream:
 
 
 class Outbox:
-    """Passes messages on to streams in order; those said after ``hold`` wait for the next ``sync`` to end.
+    """Passes messages to streams in order; after ``hold`` they wait until the journal is synced.
 
-    Decisions that are made while another sync takes place share the next.
+    Decisions made during a sync share the next one.
     """
 
     def __init__(self, sync: Callable[[], None], synced: Callable[[float], None]) -> None:
@@ -201,19 +199,19 @@ class Outbox:
         self.is_syncing = False
 
     def say(self, stream: Stream, message: AnyToWorker) -> None:
-        """Tell a worker something, after all that was said before."""
+        """Send a message after all earlier ones."""
         if self._holds:
             self._held.append((stream, message))
         else:
             stream.say(message)
 
     def hold(self) -> None:
-        """What is said from now on may be heard only once the journal is on the disk."""
+        """Hold back messages from now on until the journal is synced to disk."""
         self._holds = True
         self._wanted.set()
 
     async def run(self) -> None:
-        """Sync whenever it is wanted. Raises OSError where that fails."""
+        """Sync the journal on demand. Raises OSError if that fails."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -238,11 +236,11 @@ class Outbox:
 
 
 class ServiceFailedError(Exception):
-    """The journal cannot be written, or a generator has failed: nothing more may be promised."""
+    """The service has failed: the journal cannot be written, or the generator raised."""
 
 
 class _JobClock:
-    """The job's clock goes on where the journal has seen it last."""
+    """Monotonic clock of the job that continues from the journal's last time."""
 
     def __init__(self, begins_ns: int) -> None:
         self._offset_ns = begins_ns - time.monotonic_ns()
@@ -253,16 +251,16 @@ class _JobClock:
 
 @dataclass(slots=True)
 class _Times:
-    """When things began, for whoever watches."""
+    """Start times for metrics."""
 
-    asked: dict[Worker, float] = field(default_factory=dict)
+    asked_at: dict[Worker, float] = field(default_factory=dict)
     started: dict[int, float] = field(default_factory=dict)
 
 
 class Service:
-    """Serves one job on one event loop. ``failed`` is set where it cannot go on.
+    """Serves one job on one event loop. ``failed`` is set if it cannot continue.
 
-    ``description`` says who forms groups: workers are told.
+    ``description`` of the generator is sent to workers.
     """
 
     def __init__(
@@ -281,13 +279,13 @@ class Service:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> None:
-        """Begin to serve: workers that the journal knows have a lease to come back in."""
+        """Start serving; workers in the journal have one lease to reconnect."""
         now = time.monotonic()
         for member in self._ledger.members:
             self._leases.renew(member.worker, now)
             self._absences.returned(member.worker, now)
         self._apply(events.Booted(now_ns=self._clock.now_ns(), boot=secrets.token_hex(4)))
-        for member in self._ledger.members:  # whoever waited has no connection any more
+        for member in self._ledger.members:  # waiting workers have lost their connections
             self._withdraw(member.worker)
         for work in (self._outbox.run(), self._look()):
             task = asyncio.create_task(work)
@@ -295,43 +293,43 @@ class Service:
             self._tasks.append(task)
 
     def end(self) -> None:
-        """End, whatever is held back unsaid; the journal has it."""
+        """Stop; messages held back are dropped, since the journal has them."""
         if self._waking:
             self._waking.cancel()
         for task in self._tasks:
             task.cancel()
         for stream in self._streams.values():
-            stream.close("UNAVAILABLE", "the coordinator ends")
+            stream.close("UNAVAILABLE", "the coordinator is shutting down")
 
     def welcome(self, hello: messages.Hello, stream: Stream) -> None:
-        """A worker has said who it is. Raises RefusedError where it cannot be a member."""
+        """Accept a worker's hello. Raises RefusedError if it cannot be a member."""
         if hello.protocol != messages.PROTOCOL:
             raise RefusedError(
                 "FAILED_PRECONDITION",
-                f"worker and coordinator are of different versions of Headway: protocol {hello.protocol}, "
+                f"worker and coordinator run incompatible versions of Headway: protocol {hello.protocol}, "
                 f"expected {messages.PROTOCOL}",
             )
         worker = hello.member.worker
         resumed = self._is_same(hello)
         if resumed:
             if before := self._streams.pop(worker, None):
-                before.close("ABORTED", "the worker has another connection")
+                before.close("ABORTED", "the worker has opened another connection")
             self._withdraw(worker)
         else:
             self._join(hello)
         self._streams[worker] = stream
         stream.worker = worker
         self._leases.renew(worker, time.monotonic())
-        own = self._ledger.member(worker)
-        assert own is not None
-        running = self._ledger.running_with(own)
+        member = self._ledger.member(worker)
+        assert member is not None
+        running = self._ledger.running_with(member)
         self._outbox.say(
             stream,
             messages.Welcome(
-                incarnation=own.incarnation,
+                incarnation=member.incarnation,
                 resumed=resumed,
                 lease_s=self._leases.lease_s,
-                members=[messages.MemberModel.of(member) for member in self._ledger.members if member != own],
+                members=[messages.MemberModel.of(peer) for peer in self._ledger.members if peer != member],
                 running=messages.Start.of(running) if running else None,
                 generator=self._description,
             ),
@@ -340,18 +338,18 @@ class Service:
         self._observer.members(len(self._ledger.members))
 
     def heard(self, stream: Stream, message: messages.AnyToCoordinator) -> None:
-        """A member has said something. Raises RefusedError where it may not say that."""
+        """Handle a member's message. Raises RefusedError if it is not allowed."""
         begun = time.monotonic()
         worker = stream.worker
         if worker is None or self._streams.get(worker) is not stream:
-            return  # it has another connection, or its lease has ended: what closes this one is on its way
+            return  # superseded or expired: this connection is about to be closed
         self._leases.renew(worker, begun)
         match message:
             case messages.Ask():
-                self._times.asked.setdefault(worker, begun)
-                self._absences.asked(worker, begun)
-                asked = events.Asked(now_ns=self._clock.now_ns(), worker=worker, iteration=message.iteration)
-                self._apply(asked)
+                self._times.asked_at.setdefault(worker, begun)
+                self._absences.note_ask(worker, begun)
+                event = events.Asked(now_ns=self._clock.now_ns(), worker=worker, iteration=message.iteration)
+                self._apply(event)
             case messages.Vote():
                 self._vote(worker, stream, message)
             case messages.AskOutcome():
@@ -361,18 +359,18 @@ class Service:
             case messages.Leave():
                 self._leave(worker, "left")
             case messages.Hello():
-                raise RefusedError("INVALID_ARGUMENT", "hello is said once")
+                raise RefusedError("INVALID_ARGUMENT", "unexpected second hello")
         self._observer.heard(message.kind, time.monotonic() - begun)
 
     def lost(self, stream: Stream) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         worker = stream.worker
         if worker is not None and self._streams.get(worker) is stream:
             del self._streams[worker]
             self._withdraw(worker)
 
     def _is_same(self, hello: messages.Hello) -> bool:
-        """Whether the membership that a worker had goes on."""
+        """Whether the worker resumes its membership."""
         member = self._ledger.member(hello.member.worker)
         place = (hello.member.address, hello.member.host)
         return (
@@ -390,7 +388,9 @@ class Service:
                 )
             self._leave(worker, "replaced")
         if len(self._ledger.members) >= self._max_workers:
-            raise RefusedError("RESOURCE_EXHAUSTED", f"there are {self._max_workers} workers already")
+            raise RefusedError(
+                "RESOURCE_EXHAUSTED", f"the job already has {self._max_workers} workers, the maximum"
+            )
         self._apply(
             events.Joined(
                 now_ns=self._clock.now_ns(), worker=worker, session=hello.session,
@@ -403,23 +403,23 @@ class Service:
     def _leave(self, worker: Worker, reason: events.Reason) -> None:
         words = {
             "left": "the worker has left",
-            "lease": "the worker was silent for too long, and is taken for dead",
+            "lease": "the worker's lease expired, so it is considered dead",
             "replaced": "another process has taken the worker's place",
         }
         if stream := self._streams.pop(worker, None):
             stream.close("FAILED_PRECONDITION" if reason == "replaced" else "ABORTED", words[reason])
         self._leases.drop(worker)
         self._absences.gone(worker)
-        self._times.asked.pop(worker, None)
+        self._times.asked_at.pop(worker, None)
         self._apply(events.Left(now_ns=self._clock.now_ns(), worker=worker, reason=reason))
         self._observer.gone(worker, reason)
         self._observer.members(len(self._ledger.members))
 
     def _withdraw(self, worker: Worker) -> None:
-        self._times.asked.pop(worker, None)
+        self._times.asked_at.pop(worker, None)
         if self._ledger.waits(worker):
             self._apply(events.Withdrew(now_ns=self._clock.now_ns(), worker=worker))
-            self._absences.freed(worker, time.monotonic())  # it goes on alone, perhaps into a barrier
+            self._absences.freed(worker, time.monotonic())  # it continues alone, perhaps into a barrier
 
     def _vote(self, worker: Worker, stream: Stream, vote: messages.Vote) -> None:
         member = self._ledger.member(worker)
@@ -449,42 +449,42 @@ class Service:
         if self.failed.done():
             raise ServiceFailedError
         try:
-            said = self._ledger.apply(event)
+            answers = self._ledger.apply(event)
             if self._journal:
-                self._journal.append(event, said)
+                self._journal.append(event, answers)
         except Exception as failure:
             self._fail(failure)
             raise ServiceFailedError from failure
-        for one in said:
-            self._tell(one)
+        for answer in answers:
+            self._tell(answer)
         self._plan_waking()
 
-    def _tell(self, said: Said) -> None:
+    def _tell(self, answer: Answer) -> None:
         now = time.monotonic()
         running = self._ledger.running
         message: messages.AnyToWorker
-        if isinstance(said, GroupStart):
-            message = messages.Start.of(said)
-            self._times.started[said.number] = now
-            self._observer.started(len(said.members), running)
-            for member in said.members:
-                self._observer.waited(now - self._times.asked.pop(member.worker, now))
-            if len(said.members) == 1:
-                del self._times.started[said.number]
-                self._absences.freed(said.members[0].worker, now)
-                self._observer.averaged([said.members[0].worker])
+        if isinstance(answer, GroupStart):
+            message = messages.Start.of(answer)
+            self._times.started[answer.number] = now
+            self._observer.started(len(answer.members), running)
+            for member in answer.members:
+                self._observer.waited(now - self._times.asked_at.pop(member.worker, now))
+            if len(answer.members) == 1:
+                del self._times.started[answer.number]
+                self._absences.freed(answer.members[0].worker, now)
+                self._observer.averaged([answer.members[0].worker])
         else:
-            assert isinstance(said, Decision)
+            assert isinstance(answer, Decision)
             if self._journal:
                 self._outbox.hold()
-            message = messages.Decided(number=said.number, key=said.key, committed=said.committed)
-            for member in said.members:
+            message = messages.Decided(number=answer.number, key=answer.key, committed=answer.committed)
+            for member in answer.members:
                 self._absences.freed(member.worker, now)
-            took_s = now - self._times.started.pop(said.number, now)
-            self._observer.decided(said.committed, took_s, running)
-            if said.committed:
-                self._observer.averaged([member.worker for member in said.members])
-        self._say_to(said.members, message)
+            took_s = now - self._times.started.pop(answer.number, now)
+            self._observer.decided(answer.committed, took_s, running)
+            if answer.committed:
+                self._observer.averaged([member.worker for member in answer.members])
+        self._say_to(answer.members, message)
 
     def _say_to(self, members: Sequence[Member], message: messages.AnyToWorker) -> None:
         for member in members:

@@ -1,4 +1,4 @@
-"""Connections of workers to their coordinator: gRPC, with what both ends must agree on about it."""
+"""gRPC channel and server options that workers and their coordinator share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UserError, how_to_install
-from headway.rpc.interface import is_loopback
+from headway.rpc.interface import format_address, is_loopback
 from headway.strategies.partial_all_reduce.coordinator.messages import (
     MAX_TO_COORDINATOR_BYTES,
     MAX_TO_WORKER_BYTES,
@@ -28,7 +28,7 @@ Options = list[tuple[str, Any]]
 
 
 def require_grpc() -> None:
-    """Raises UserError where gRPC is not installed."""
+    """Raise UserError if gRPC is not installed."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it would report each connection that fails to stderr
     # Its own support of forks starts threads in each forked process, such as a data loader's, and they crash there.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -39,7 +39,7 @@ def require_grpc() -> None:
 
 
 def missing(library: str) -> UserError:
-    """The error where a library of the extra is not installed."""
+    """Return the error for a missing library of the extra."""
     return UserError(
         f"the coordinator needs {library}, which is not installed",
         fix=f"Run: {how_to_install('coordination')}.",
@@ -47,39 +47,34 @@ def missing(library: str) -> UserError:
 
 
 def parse_address(text: str, what: str = "the coordinator's address") -> tuple[str, int]:
-    """Host and port of HOST:PORT, or [HOST]:PORT. Raises UserError where ``text`` is none."""
+    """Parse HOST:PORT or [HOST]:PORT. Raises UserError if ``text`` is invalid."""
     host, separator, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         host = ""
     if not separator or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"{what} is none", got=text, expected="HOST:PORT, an IPv6 address in brackets")
+        raise UserError(f"{what} is invalid", got=text, expected="HOST:PORT, with IPv6 addresses in brackets")
     return host, int(port)
 
 
-def format_address(host: str, port: int) -> str:
-    """``host`` and ``port`` as one text."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def is_local(host: str) -> bool:
-    """Whether ``host`` can be reached from this machine only."""
+    """Whether ``host`` is reachable from this machine only."""
     return host == "localhost" or is_loopback(host)
 
 
 def check_secret(host: str, secret: bytes | None) -> None:
-    """Raises UserError where an address that others reach is used without a secret."""
+    """Raise UserError if a non-loopback address is used without a secret."""
     if secret is None and not is_local(host):
         raise UserError(
-            "a coordinator that other hosts reach needs a secret", got=host,
+            "a coordinator on a non-loopback address needs a secret", got=host,
             expected="a loopback address, or a secret",
-            fix="Write one with: headway coordinate --new-secret FILE; give every worker a copy.",
+            fix="Create one with: headway coordinate --new-secret FILE, and copy it to every worker.",
         )  # fmt: skip
 
 
 def server_options(handshake_s: float, idle_s: float, max_connections: int) -> Options:
-    """How a coordinator listens: nobody occupies it without saying something."""
+    """Return the server options; idle or silent connections are closed."""
     return [
         (
             "grpc.so_reuseport",
@@ -101,9 +96,9 @@ def server_options(handshake_s: float, idle_s: float, max_connections: int) -> O
 
 
 def client_credentials(secret: bytes | None) -> grpc.ChannelCredentials | None:
-    """What proves a worker's secret, and demands the same of its coordinator; None without a secret.
+    """Return TLS credentials that authenticate worker and coordinator; None without a secret.
 
-    Raises UserError where what makes certificates is not installed.
+    Raises UserError if cryptography is not installed.
     """
     if secret is None:
         return None
@@ -113,7 +108,7 @@ def client_credentials(secret: bytes | None) -> grpc.ChannelCredentials | None:
 
 
 def channel(host: str, port: int, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    """A channel to a coordinator, of ``client_credentials``. Connects when used."""
+    """Open a channel to a coordinator with ``client_credentials``. It connects on first use."""
     import grpc.aio
 
     options: Options = [

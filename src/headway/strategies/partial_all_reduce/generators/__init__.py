@@ -1,1 +1,1 @@
-"""Generators of groups: one rule a file. ``factory.generator_of`` finds them by name."""
+"""Generators of groups: which workers average together next (``rules``)."""

@@ -1,4 +1,4 @@
-"""Who is there, who waits and which groups run: what every generator keeps of its workers."""
+"""State shared by all generators: which workers are present and waiting, and which groups run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class RunningGroup(BaseModel):
-    """A group that averages. ``gone`` are members that have left since; they may have joined again."""
+    """A group that is averaging. ``gone`` are members that left since; they may have rejoined."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +31,7 @@ class RunningGroup(BaseModel):
 
 
 class State(BaseModel):
-    """What a generator knows, as it is kept. Generators that know more derive from it."""
+    """Serialised state of a generator. Generators with more state derive from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +46,7 @@ class State(BaseModel):
 
     @model_validator(mode="after")
     def _one_place_each(self) -> Self:
-        """Nobody waits twice or without being there, or is in two groups that run."""
+        """Check that no worker waits twice, waits while absent, or is in two running groups."""
         waiting = [worker for worker, _ in self.waiting]
         members = [worker for group in self.running for worker in group.members]
         inside = [worker for group in self.running for worker in group.members if worker not in group.gone]
@@ -60,15 +60,15 @@ class State(BaseModel):
             or not set(inside) <= set(self.present)
             or any(number >= self.next_number for number in numbers)
         ):
-            raise ValueError("a worker is in two places, or a group has no number of its own")
+            raise ValueError("a worker is in two places, or group numbers are not unique")
         return self
 
 
 class Attendance(GroupGenerator, Generic[O]):
-    """A generator without a rule: ``_drawn_now`` is its rule, and ``_left`` what else a departure changes.
+    """Base of generators: tracks workers and groups; subclasses implement the rule in ``_drawn_now``.
 
-    ``hosts`` says which host a worker is on. It is read whenever groups are drawn, so that workers can be added to it
-    before they join; one that it lacks is on a host of its own.
+    ``hosts`` maps workers to hosts. It is read whenever groups are drawn, so workers can be added before they join; a
+    worker that is not in it counts as being on its own host.
     """
 
     name: ClassVar[str]
@@ -85,29 +85,29 @@ class Attendance(GroupGenerator, Generic[O]):
 
     @abstractmethod
     def _drawn_now(self, now_ns: int) -> Iterable[Sequence[Worker]]:
-        """The groups that begin now, one after the other: each is of workers that ``_is_ready``."""
+        """Yield the groups that begin now, in order; all of their members satisfy ``_is_ready``."""
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
-        """A worker has begun to wait."""
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
+        """Called when a worker starts to wait."""
 
-    def _left(self, worker: Worker) -> None:
-        """A worker is not there any more."""
+    def _on_leave(self, worker: Worker) -> None:
+        """Called when a worker has left."""
 
-    def _granted(self, members: tuple[Worker, ...]) -> None:
-        """A group begins, or a worker goes on alone."""
+    def _on_grant(self, members: tuple[Worker, ...]) -> None:
+        """Called when a group begins, or a worker continues alone."""
 
-    def _freed(self, worker: Worker, now_ns: int) -> None:
-        """The group of a worker, which may have left meanwhile, has ended."""
+    def _on_freed(self, worker: Worker, now_ns: int) -> None:
+        """Called when the group of a worker has ended; the worker may have left."""
 
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
-        """Count a worker in. Raises ValueError if it is there already."""
+        """Add a worker. Raises ValueError if it is already present."""
         if worker in self.present:
             raise ValueError(f"worker {worker} has joined already")
         self.present.add(worker)
         return self._grants(now_ns)
 
     def leave(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
-        """Count a worker out; a group of it that runs goes on to run."""
+        """Remove a worker; its running group continues."""
         if worker not in self.present:
             return ()
         self.present.discard(worker)
@@ -116,44 +116,44 @@ class Attendance(GroupGenerator, Generic[O]):
             group = self.running[self._runs_in[worker]]
             gone = tuple(sorted((*group.gone, worker)))
             self.running[group.number] = group.model_copy(update={"gone": gone})
-        self._left(worker)
+        self._on_leave(worker)
         return self._grants(now_ns)
 
     def ask(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
-        """Have a worker wait. Raises ValueError if it is not there, waits already, or is in a group that runs."""
+        """Let a worker wait for a group. Raises ValueError if it is absent, already waiting, or in a running group."""
         if worker not in self.present:
             raise ValueError(f"worker {worker} asks and has not joined")
         if worker in self.waiting or self._is_inside(worker):
             raise ValueError(f"worker {worker} asks and is not free")
         self.waiting[worker] = now_ns
-        self._asked(worker, now_ns)
+        self._on_ask(worker, now_ns)
         return self._grants(now_ns)
 
     def ended(self, number: int, now_ns: int) -> Sequence[Grant]:
-        """Free the members of a group. Raises ValueError where no group of that number runs."""
+        """Free the members of a group. Raises ValueError if no such group is running."""
         if (group := self.running.pop(number, None)) is None:
             raise ValueError(f"no group {number} runs")
         for worker in group.members:
             del self._runs_in[worker]
-            self._freed(worker, now_ns)
+            self._on_freed(worker, now_ns)
         return self._grants(now_ns)
 
     def wake(self, now_ns: int) -> Sequence[Grant]:
-        """Look again whether a group can begin."""
+        """Check again whether a group can begin."""
         return self._grants(now_ns)
 
     def state(self) -> Mapping[str, Any]:
-        """All that it knows, as a JSON document."""
-        return self.state_class(**self._known()).model_dump(mode="json")
+        """Return the complete state as a JSON document."""
+        return self.state_class(**self._snapshot()).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another one knew. Raises ValueError for the state of another generator or other options."""
-        found = self.state_class.model_validate(state)
-        if (found.generator, found.options) != (self.name, self.options.model_dump(mode="json")):
-            raise ValueError(f"this is the state of {found.generator} with {found.options}")
-        self._take(found)
+        """Restore a state. Raises ValueError for a state of another generator or with other options."""
+        restored = self.state_class.model_validate(state)
+        if (restored.generator, restored.options) != (self.name, self.options.model_dump(mode="json")):
+            raise ValueError(f"the state belongs to {restored.generator} with {restored.options}")
+        self._take(restored)
 
-    def _known(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
             "generator": self.name,
             "options": self.options.model_dump(mode="json"),
@@ -174,12 +174,12 @@ class Attendance(GroupGenerator, Generic[O]):
         self._runs_in = {worker: group.number for group in state.running for worker in group.members}
 
     def _is_inside(self, worker: Worker) -> bool:
-        """Whether a group runs that it is in and has not left."""
+        """Whether the worker is in a running group that it has not left."""
         number = self._runs_in.get(worker)
         return number is not None and worker not in self.running[number].gone
 
     def _is_ready(self, worker: Worker) -> bool:
-        """Whether it waits and, should it have joined again, no group runs that it had left."""
+        """Whether the worker waits and is not in a running group from before it rejoined."""
         return worker in self.waiting and worker not in self._runs_in
 
     def _grants(self, now_ns: int) -> Sequence[Grant]:
@@ -194,6 +194,6 @@ class Attendance(GroupGenerator, Generic[O]):
             if len(members) > 1:
                 self.running[number] = RunningGroup(number=number, members=members)
                 self._runs_in |= dict.fromkeys(members, number)
-            self._granted(members)
+            self._on_grant(members)
             grants.append(Grant(number, members))
         return grants

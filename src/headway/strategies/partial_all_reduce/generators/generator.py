@@ -1,4 +1,4 @@
-"""Generators of groups: which workers average together next, as pure state machines, and their options."""
+"""``GroupGenerator``, a pure state machine that decides which workers average together next, and its options."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ Milliseconds = Annotated[float, Field(ge=0.001, le=3_600_000, allow_inf_nan=Fals
 
 
 class GeneratorOptions(BaseModel):
-    """The options of a generator that has none; the others' are derived from it."""
+    """Base of the options of generators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class MixingOptions(GeneratorOptions):
-    """Options of generators that see to it that all workers mix."""
+    """Options of generators that ensure that all workers mix."""
 
     mixing_window: int = Field(default=4, ge=1, le=1000)
-    """How many of its last groups have to connect each worker with all others, directly or by way of others."""
+    """How many of its most recent groups must connect each worker with all others, directly or through others."""
 
 
 class PairOptions(MixingOptions):
     """Options of pairs."""
 
     neighbours: Literal["bipartite", "any"] = "bipartite"
-    """Whom a worker averages with: bipartite draws one of the other half (even and odd numbers), any draws anyone."""
+    """bipartite pairs even workers with odd ones; any allows all pairs."""
 
 
 class SizeOptions(MixingOptions):
     """Options of random groups."""
 
     group_size: int = Field(default=4, ge=2, le=1024)
-    """How many workers average together."""
+    """Workers per group."""
 
 
 class DrawingOptions(SizeOptions):
-    """Options of groups that are drawn before all of their members have come."""
+    """Options of groups that are drawn before all of their members arrive."""
 
     slowdown_threshold: int = Field(default=0, ge=0, le=1_000_000)
-    """Who has asked so many times less than the worker for which groups are drawn is left out; 0: nobody is."""
+    """Leave out workers that have asked this many times less often than the drawing worker; 0 for none."""
 
     lateness_threshold: float = Field(default=0.0, ge=0, le=1000, allow_inf_nan=False)
-    """Who asks, after the end of its group, later than that worker does by so many of the shortest iterations is left
-    out; 0: nobody is."""
+    """Leave out workers that ask this much later after their group's end than the drawing worker, in units of the
+    shortest iteration; 0 for none."""
 
 
 class FirstComeOptions(SizeOptions):
     """Options of first-come groups."""
 
     deadline_ms: Milliseconds | None = None
-    """How long who has come waits for more; by default it follows the times between arrivals."""
+    """How long workers wait for others to arrive. By default it adapts to the times between arrivals."""
 
     patience: float = Field(default=2.0, ge=0.1, le=100, allow_inf_nan=False)
-    """How many times as long as a group takes to fill in the mean the deadline is, where it follows."""
+    """The adaptive deadline as a multiple of the mean time that a group takes to fill."""
 
     least_ms: Milliseconds = 1.0
-    """The shortest deadline, where it follows."""
+    """The shortest adaptive deadline."""
 
     most_ms: Milliseconds = 1000.0
-    """The longest deadline, where it follows; also the one before anything is known."""
+    """The longest adaptive deadline, also used before any arrival is known."""
 
     @model_validator(mode="after")
     def _in_order(self) -> FirstComeOptions:
@@ -74,14 +74,8 @@ class FirstComeOptions(SizeOptions):
 Worker = int
 
 
-# GroupGenerator: which workers average together next, as a pure state machine.
-#
-# The live coordinator and the simulation tell the same object what happens and carry out what it answers. It has no clock
-# and no chance but from a seed: the same events give the same groups.
-
-
 class Grant(NamedTuple):
-    """``members`` (ascending) average now: all of them have asked and wait. One member alone goes on as it is.
+    """``members`` (ascending), all of which wait, average now. A single member continues with its own model.
 
     ``number`` counts the grants of a run. Groups that share a worker begin in the order of their numbers.
     """
@@ -91,22 +85,23 @@ class Grant(NamedTuple):
 
 
 class GroupGenerator(ABC):
-    """What every generator is told, and answers. Times are nanoseconds of one clock and never go back.
+    """Decides which workers average together next. Times are nanoseconds of a monotonic clock.
 
-    A worker is free, waiting (it has asked), or in one group that runs. Every answer lists the groups that begin now.
-    Whatever happens, each worker that waits is granted a group after a bounded number of events, and no two groups that
-    run share a worker.
+    The live coordinator and the simulation report the same events to it and carry out its answers. It has no clock and
+    only seeded randomness: the same events give the same groups. A worker is free, waiting (it has asked), or in one
+    running group. Every answer lists the groups that begin now. Each waiting worker is granted a group after a bounded
+    number of events, and running groups never share a worker.
     """
 
     @abstractmethod
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
-        """A worker begins to train, for the first time or again. Raises ValueError if it is there already."""
+        """A worker begins to train, for the first time or again. Raises ValueError if it is already present."""
 
     @abstractmethod
     def leave(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
-        """A worker has left, or is taken for dead; groups that were drawn with it and have not begun go on without it.
+        """A worker has left or is considered dead; groups drawn with it that have not begun proceed without it.
 
-        A group of it that runs ends by ``ended``, as others do. Nothing happens where it is not there.
+        Its running group ends by ``ended``, as usual. Does nothing if the worker is absent.
         """
 
     @abstractmethod
@@ -115,14 +110,14 @@ class GroupGenerator(ABC):
 
     @abstractmethod
     def ended(self, number: int, now_ns: int) -> Sequence[Grant]:
-        """The group of a grant has averaged, or given up: its members are free.
+        """The group of a grant has averaged or given up: its members are free.
 
-        A grant of one member has ended with its answer, and is not told of.
+        Grants of one member end immediately and are not reported.
         """
 
     @property
     def wake_ns(self) -> int | None:
-        """When ``wake`` has to be called, unless something else happens before; None: never."""
+        """When ``wake`` must be called, unless another event comes first; None for never."""
         return None
 
     def wake(self, now_ns: int) -> Sequence[Grant]:
@@ -132,11 +127,11 @@ class GroupGenerator(ABC):
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """All that it knows, as a JSON document: ``restore`` goes on from it."""
+        """Return the complete state as a JSON document for ``restore``."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what another one knew, of the same class and options.
+        """Restore the state of a generator of the same class and options.
 
-        Raises ValueError where ``state`` is none of it.
+        Raises ValueError for any other state.
         """

@@ -1,4 +1,4 @@
-"""Groups drawn before all of their members have come: the queues in which workers keep them, in one order for all."""
+"""Base of generators that draw groups before all members arrive, and keep them in one queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMOOTHING = 4  # iterations over which means are taken
 
 
 class Pace(BaseModel):
-    """Of one worker, when it was last free and when it asked last, and the means of ``lag`` and ``period`` (ns)."""
+    """Pace of a worker: when it was last free, when it last asked, and its mean ``lag`` and ``period`` (ns)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,10 +32,10 @@ class Pace(BaseModel):
 
 
 class Lateness:
-    """How long each worker takes from the end of its group until it asks again: its ``lag``.
+    """Measures the ``lag`` of each worker: the time from the end of its group until it asks again.
 
-    Counts of requests do not tell who is slow: workers that average with a slow one ask as rarely as it does. But they
-    ask immediately, or after their own iteration, when their group has ended, and the slow one comes last.
+    Request counts do not reveal slow workers: those that average with a slow one ask as rarely as it does. But after the
+    end of a group they ask immediately, or after one iteration, and the slow one comes last.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -43,8 +43,8 @@ class Lateness:
         self.paces: dict[Worker, Pace] = {}
         self._shortest_ns: int | None = None  # of mean periods; None: to be found again
 
-    def asked(self, worker: Worker, now_ns: int) -> None:
-        """A worker asks."""
+    def note_ask(self, worker: Worker, now_ns: int) -> None:
+        """Note that a worker asks."""
         if not self._threshold:
             return
         pace = self.paces.get(worker) or Pace(free_ns=now_ns)
@@ -59,32 +59,37 @@ class Lateness:
         self._shortest_ns = None
 
     def freed(self, worker: Worker, now_ns: int) -> None:
-        """The group of a worker has ended."""
+        """Note that the group of a worker has ended."""
         if (pace := self.paces.get(worker)) is not None:
             self.paces[worker] = pace.model_copy(update={"free_ns": now_ns})
 
     def left(self, worker: Worker) -> None:
-        """A worker is not there any more."""
+        """Forget a worker that has left."""
         self.paces.pop(worker, None)
         self._shortest_ns = None
 
-    def is_late(self, worker: Worker, other: Worker) -> bool:
-        """Whether ``worker`` comes later than ``other`` by the threshold, a share of the shortest iteration."""
-        one, two = self.paces.get(worker), self.paces.get(other)
-        if one is None or two is None or one.lag_ns is None or two.lag_ns is None:
+    def is_late(self, worker: Worker, reference: Worker) -> bool:
+        """Whether ``worker`` comes later than ``reference`` by the threshold, a share of the shortest iteration."""
+        worker_pace, reference_pace = self.paces.get(worker), self.paces.get(reference)
+        if (
+            worker_pace is None
+            or reference_pace is None
+            or worker_pace.lag_ns is None
+            or reference_pace.lag_ns is None
+        ):
             return False
         if self._shortest_ns is None:
             self._shortest_ns = min(
                 pace.period_ns for pace in self.paces.values() if pace.period_ns is not None
             )
-        return one.lag_ns - two.lag_ns > self._threshold * self._shortest_ns
+        return worker_pace.lag_ns - reference_pace.lag_ns > self._threshold * self._shortest_ns
 
-    def known(self) -> dict[Worker, Any]:
-        """All that it knows, as a JSON document."""
+    def snapshot(self) -> dict[Worker, Any]:
+        """Return the state as a JSON document."""
         return {worker: pace.model_dump(mode="json") for worker, pace in sorted(self.paces.items())}
 
     def take(self, paces: Mapping[Worker, Pace]) -> None:
-        """Go on from what another one knew."""
+        """Restore a state."""
         self.paces = dict(paces)
         self._shortest_ns = None
 
@@ -97,9 +102,9 @@ Group = tuple[Worker, ...]
 
 
 class Mixing:
-    """The last ``window`` groups of each worker, however long ago: who is slow keeps its groups for longer.
+    """Tracks which workers have mixed: the last ``window`` groups of each worker, however long ago.
 
-    Workers that these do not connect, directly or by way of others, train models that drift apart (Partial Reduce:
+    Workers that these groups do not connect, directly or through others, train models that drift apart (Partial Reduce:
     Miao et al., SIGMOD 2021).
     """
 
@@ -108,52 +113,52 @@ class Mixing:
         self.recent: dict[Worker, tuple[Group, ...]] = {}
 
     def granted(self, group: Group) -> None:
-        """A group begins."""
+        """Note that a group begins."""
         for worker in group:
             self.recent[worker] = (*self.recent.get(worker, ()), group)[-self._window :]
 
     def left(self, worker: Worker) -> None:
-        """A worker is not there any more."""
+        """Forget a worker that has left."""
         self.recent.pop(worker, None)
 
-    def is_known(self, worker: Worker) -> bool:
-        """Whether it was in as many groups as count, so that it would be connected if it ever were."""
+    def has_full_window(self, worker: Worker) -> bool:
+        """Whether a worker has been in at least ``window`` groups, so that missing connections mean isolation."""
         return len(self.recent.get(worker, ())) == self._window
 
-    def parts(self, workers: Iterable[Worker], more: Iterable[Group] = ()) -> Parts:
-        """What groups, and ``more`` that are to begin, connect of ``workers``."""
-        return Parts(workers, chain(set(chain.from_iterable(self.recent.values())), more))
+    def parts(self, workers: Iterable[Worker], more: Iterable[Group] = ()) -> Partition:
+        """Partition ``workers`` by the recent groups and the upcoming groups ``more``."""
+        return Partition(workers, chain(set(chain.from_iterable(self.recent.values())), more))
 
 
-class Parts:
-    """The workers that groups connect with each other: each part is known by its least worker."""
+class Partition:
+    """Partition of workers into parts connected by groups (union-find); the least worker identifies a part."""
 
     def __init__(self, workers: Iterable[Worker], groups: Iterable[Sequence[Worker]]) -> None:
         self._above: dict[Worker, Worker] = {worker: worker for worker in workers}
         for group in groups:
             present = [worker for worker in group if worker in self._above]
-            for one, other in pairwise(present):
-                first, second = sorted((self.of(one), self.of(other)))
+            for left, right in pairwise(present):
+                first, second = sorted((self.of(left), self.of(right)))
                 self._above[second] = first
 
     def of(self, worker: Worker) -> Worker:
-        """The part that a worker belongs to."""
+        """Return the part of a worker."""
         while (above := self._above[worker]) != worker:
             self._above[worker] = self._above[above]
             worker = above
         return worker
 
     def outside(self, worker: Worker) -> list[Worker]:
-        """Those of the other parts, in order."""
-        own = self.of(worker)
-        return [each for each in sorted(self._above) if self.of(each) != own]
+        """Return the workers of all other parts, in order."""
+        part = self.of(worker)
+        return [candidate for candidate in sorted(self._above) if self.of(candidate) != part]
 
 
 O = TypeVar("O", bound=MixingOptions)  # noqa: E741
 
 
 class QueuedState(State):
-    """What such a generator knows. ``asks`` counts the requests of each worker that is there."""
+    """State of ``QueuedGroups``. ``asks`` counts the requests of each present worker."""
 
     queue: tuple[tuple[Count, ...], ...]
     asks: dict[Worker, Count]
@@ -162,30 +167,28 @@ class QueuedState(State):
 
     @model_validator(mode="after")
     def _somebody_comes(self) -> Self:
-        """Groups are of workers that are there, and whoever waits is in one."""
+        """Check that groups consist of present workers and that every waiting worker is in one."""
         drawn = {worker for group in self.queue for worker in group}
-        known = set(self.present)
+        present = set(self.present)
         if (
             not all(self.queue)
-            or not drawn <= known
+            or not drawn <= present
             or not {worker for worker, _ in self.waiting} <= drawn
-            or set(self.asks) != known
+            or set(self.asks) != present
         ):
-            raise ValueError("a group is of workers that are not there, or one waits for no group")
+            raise ValueError("a group has an absent worker, or a waiting worker is in no group")
         return self
 
 
 class QueuedGroups(Attendance[O]):
-    """A worker that asks takes the first group that was drawn with it; where there is none, its rule draws.
+    """A worker that asks takes the first queued group that contains it; if there is none, the rule draws groups.
 
-    Groups are queued in the order in which they were drawn, one order for all workers, and a group begins when all of
-    its members wait and no group before it in the queue shares a member. The first in the queue therefore waits for
-    nothing but its members' iterations, so there is no deadlock; and as only a worker with nothing queued draws,
-    there are never more than a few groups a worker.
+    One queue keeps groups in the order in which they were drawn. A group begins when all of its members wait and no
+    earlier group in the queue shares a member. So the first group only waits for its members' iterations, which rules
+    out deadlock; and since only workers without a queued group draw, the queue stays short.
 
-    Rules can leave workers isolated for good: two groups of equal speed that a division always finds one after the
-    other stay what they are. Where a worker's last groups do not connect it with all others (``mixing``), it draws,
-    instead of by the rule, one that they do not connect it with.
+    Rules can isolate workers forever: two groups of equal speed may always be drawn one after the other. If a worker's
+    recent groups do not connect it with all others (``Mixing``), it is paired with a worker outside its part instead.
     """
 
     state_class: ClassVar[type[State]] = QueuedState
@@ -201,49 +204,49 @@ class QueuedGroups(Attendance[O]):
 
     @abstractmethod
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
-        """Groups for ``worker``, which has none, and for others, in the order in which they are to begin."""
+        """Draw groups for ``worker``, which has none, and for others, in the order in which they shall begin."""
 
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
-        """Count a worker in, with as many requests as the others have in the middle: it is not taken for slow."""
+        """Add a worker with the median request count of the others, so that it does not count as slow."""
         if worker not in self.present:
-            others = sorted(self.asks.values())
-            self.asks[worker] = others[len(others) // 2] if others else 0
+            counts = sorted(self.asks.values())
+            self.asks[worker] = counts[len(counts) // 2] if counts else 0
         return super().join(worker, now_ns)
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         self.asks[worker] += 1
-        self._lateness.asked(worker, now_ns)
+        self._lateness.note_ask(worker, now_ns)
         if self._has_none(worker):
             drawn = self._bridge(worker) or self._draw(worker)
             self.queue += filter(None, (tuple(sorted(set(group))) for group in drawn))
             assert not self._has_none(worker), "a rule draws a group for whoever asks"
 
     def _bridge(self, worker: Worker) -> list[Group]:
-        """A pair with one that no group connects ``worker`` with; none where there is none, or only slow ones."""
-        if not self._mixing.is_known(worker):
+        """Pair ``worker`` with one outside its part; empty if there is none, or only slow ones."""
+        if not self._mixing.has_full_window(worker):
             return []
         parts = self._mixing.parts(self.present, self.queue)
         outside = self._without_slow(worker, parts.outside(worker))
-        return [(worker, self.chance.one(outside))] if outside else []
+        return [(worker, self.chance.pick(outside))] if outside else []
 
-    def _granted(self, members: tuple[Worker, ...]) -> None:
+    def _on_grant(self, members: tuple[Worker, ...]) -> None:
         self._mixing.granted(members)
 
-    def _freed(self, worker: Worker, now_ns: int) -> None:
+    def _on_freed(self, worker: Worker, now_ns: int) -> None:
         self._lateness.freed(worker, now_ns)
 
-    def _left(self, worker: Worker) -> None:
-        """Groups for which somebody waits go on without a worker that has left; the others nobody knows of."""
+    def _on_leave(self, worker: Worker) -> None:
+        """Remove a worker that left from groups with waiting members, and drop its other groups."""
         del self.asks[worker]
         self._mixing.left(worker)
         self._lateness.left(worker)
-        awaited = {self._first_of(each) for each in self.waiting}
+        awaited = {self._first_of(member) for member in self.waiting}
         left: list[Group] = []
         for number, group in enumerate(self.queue):
             if worker not in group:
                 left.append(group)
             elif number in awaited:
-                left.append(tuple(each for each in group if each != worker))
+                left.append(tuple(member for member in group if member != worker))
         self.queue = left
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
@@ -256,37 +259,40 @@ class QueuedGroups(Attendance[O]):
                 claimed.update(group)
 
     def _first_of(self, worker: Worker) -> int:
-        """Where in the queue the first group is that a worker is in."""
+        """Position in the queue of a worker's first group."""
         return next(number for number, group in enumerate(self.queue) if worker in group)
 
     def _has_none(self, worker: Worker) -> bool:
         return all(worker not in group for group in self.queue)
 
-    def _without_slow(self, worker: Worker, others: Iterable[Worker]) -> list[Worker]:
-        """``others`` in order, without ``worker`` itself and those that are slow for it.
+    def _without_slow(self, worker: Worker, candidates: Iterable[Worker]) -> list[Worker]:
+        """Return ``candidates`` in order, without ``worker`` and those too slow for it.
 
-        That are those that have asked much less often than it (the slowdown filter) or come late (``lateness``), where
-        the options of a rule say so.
+        Depending on the options, these have asked much less often than it (slowdown filter) or lag behind it.
         """
-        return [each for each in sorted(others) if each != worker and not self._is_slow_for(worker, each)]
+        return [
+            candidate
+            for candidate in sorted(candidates)
+            if candidate != worker and not self._is_slow_for(worker, candidate)
+        ]
 
-    def _is_slow_for(self, worker: Worker, other: Worker) -> bool:
-        behind = self.asks[worker] - self.asks[other]
+    def _is_slow_for(self, worker: Worker, candidate: Worker) -> bool:
+        behind = self.asks[worker] - self.asks[candidate]
         threshold = self._slowdown_threshold
-        return (threshold > 0 and behind >= threshold) or self._lateness.is_late(other, worker)
+        return (threshold > 0 and behind >= threshold) or self._lateness.is_late(candidate, worker)
 
     def _is_slow(self, worker: Worker) -> bool:
-        """Whether a worker is slow for most of the others."""
-        others = [each for each in self.present if each != worker]
-        return 2 * sum(self._is_slow_for(each, worker) for each in others) > len(others)
+        """Whether a worker is too slow for most others."""
+        peers = [peer for peer in self.present if peer != worker]
+        return 2 * sum(self._is_slow_for(peer, worker) for peer in peers) > len(peers)
 
-    def _known(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
-            **super()._known(),
+            **super()._snapshot(),
             "queue": tuple(self.queue),
             "asks": dict(sorted(self.asks.items())),
             "recent": dict(self._mixing.recent),
-            "paces": self._lateness.known(),
+            "paces": self._lateness.snapshot(),
         }
 
     def _take(self, state: Any) -> None:
@@ -297,7 +303,7 @@ class QueuedGroups(Attendance[O]):
 
 
 def divided(members: Sequence[Worker], size: int) -> list[Sequence[Worker]]:
-    """``members`` in groups of at most ``size``, nearly equal ones; of one more where somebody would be alone."""
+    """Divide ``members`` into nearly equal groups of at most ``size``, or one more to avoid groups of one."""
     count = -(-len(members) // size)
     if count > 1 and len(members) // count < 2:
         count = max(1, len(members) // size)

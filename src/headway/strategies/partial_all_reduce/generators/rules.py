@@ -1,4 +1,4 @@
-"""The rules by which groups are drawn, each a generator, by name."""
+"""The group generators, by name: rules that draw groups of workers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from headway.strategies.partial_all_reduce.generators.queues import Mixing, Queu
 
 
 class RandomGroups(QueuedGroups[SizeOptions]):
-    """A worker without a group draws others without one, so that no two groups that are queued share a worker.
+    """A worker without a group draws others without one, so queued groups never share a worker.
 
-    Where no others are left it goes on alone.
+    If none are left, it continues alone.
     """
 
     name: ClassVar[str] = "random"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = [each for each in sorted(self.present) if each != worker and self._has_none(each)]
-        yield (worker, *self.chance.sample(others, self.options.group_size - 1))
+        candidates = [
+            candidate
+            for candidate in sorted(self.present)
+            if candidate != worker and self._has_none(candidate)
+        ]
+        yield (worker, *self.chance.sample(candidates, self.options.group_size - 1))
 
 
 class Everyone(Attendance[GeneratorOptions]):
-    """One group of all workers, as soon as all of them wait. Who joins in between is waited for too."""
+    """One group of all workers, once all of them wait, including those that join meanwhile."""
 
     name: ClassVar[str] = "all"
 
@@ -46,75 +50,75 @@ class Everyone(Attendance[GeneratorOptions]):
 
 
 class Pairs(QueuedGroups[PairOptions]):
-    """A worker without a partner draws one of its neighbours, and averages with it when that one has come.
+    """A worker without a partner draws a neighbour and averages with it once that one arrives.
 
-    Neighbours are, as in AD-PSGD, the workers of the other half, so that no requests form a cycle (here the one order
-    of the queues sees to that too), or all others. AD-PSGD's passive half answers at any time; here both come between
-    iterations. A worker without neighbours takes anybody, or goes on alone.
+    Neighbours are all others, or as in AD-PSGD the workers of the other half, so that requests form no cycle (here the
+    single queue rules that out too). AD-PSGD's passive half answers at any time; here both average between iterations.
+    A worker without neighbours draws any worker, or continues alone.
     """
 
     name: ClassVar[str] = "pairs"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = sorted(self.present - {worker})
+        candidates = sorted(self.present - {worker})
         if self.options.neighbours == "bipartite":
-            others = [each for each in others if (each - worker) % 2] or others
-        yield (worker, *self.chance.sample(others, 1))
+            candidates = [candidate for candidate in candidates if (candidate - worker) % 2] or candidates
+        yield (worker, *self.chance.sample(candidates, 1))
 
 
 class GlobalDivision(QueuedGroups[DrawingOptions]):
     """A worker without a group divides all workers without one into disjoint groups.
 
-    Where it is the only one, it draws any others, as in Group Buffer: it would train for itself otherwise.
+    If it is the only one, it draws any others, as ``GroupBuffer`` does, rather than training alone.
     """
 
     name: ClassVar[str] = "global-division"
 
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
         size = self.options.group_size
-        others = self._without_slow(worker, self.present)
-        without = [each for each in others if self._has_none(each)]
+        candidates = self._without_slow(worker, self.present)
+        without = [candidate for candidate in candidates if self._has_none(candidate)]
         if not without:
-            return [(worker, *self.chance.sample(others, size - 1))]
+            return [(worker, *self.chance.sample(candidates, size - 1))]
         return divided(self.chance.sample((worker, *without), len(without) + 1), size)
 
 
 class GroupBuffer(QueuedGroups[DrawingOptions]):
-    """A worker without a group draws any others; those that have groups already come to this one after them."""
+    """A worker without a group draws any others; those with queued groups join this one afterwards."""
 
     name: ClassVar[str] = "group-buffer"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = self._without_slow(worker, self.present)
-        yield (worker, *self.chance.sample(others, self.options.group_size - 1))
+        candidates = self._without_slow(worker, self.present)
+        yield (worker, *self.chance.sample(candidates, self.options.group_size - 1))
 
 
 class InterIntra(QueuedGroups[DrawingOptions]):
     """A worker without a group draws two rounds for all workers without one.
 
-    In the first a head of each host, of chance, averages with other heads, in groups of ``group_size`` hosts, and the
-    rest of a host among themselves. In the second each host averages as a whole. Where the workers of one host only
-    have no group, another host, of chance, sends a head too: hosts of different speeds would not meet otherwise.
+    In the first, a random head of each host averages with other heads, in groups of ``group_size`` hosts, and the other
+    workers of a host average among themselves. In the second, each host averages as a whole. If only workers of one host
+    have no group, a random other host sends a head too, since hosts of different speeds would not meet otherwise.
 
-    A slow worker, which most others leave out, draws one group only, with those of its host: for a second round its
-    whole host would have to wait until it has made another iteration.
+    A slow worker, which most others leave out, draws only one group, with its host: in a second round its whole host
+    would wait for another of its iterations.
     """
 
     name: ClassVar[str] = "inter-intra"
 
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
-        others = self._without_slow(worker, self.present)
+        candidates = self._without_slow(worker, self.present)
         if self._is_slow(worker):
-            return [self._one_group(worker, others)]
-        hosts = self._by_host([worker, *others])
-        without = self._by_host([worker, *filter(self._has_none, others)])
+            return [self._one_group(worker, candidates)]
+        hosts = self._by_host([worker, *candidates])
+        without = self._by_host([worker, *filter(self._has_none, candidates)])
         if len(hosts) == 1:
             return hosts.values()
         return self._two_rounds(hosts, without)
 
-    def _one_group(self, worker: Worker, others: list[Worker]) -> Iterable[Worker]:
-        near = [each for each in others if self._host_of(each) == self._host_of(worker)]
-        return [worker, *(near or self.chance.sample(others, self.options.group_size - 1))]
+    def _one_group(self, worker: Worker, candidates: list[Worker]) -> Iterable[Worker]:
+        near = [candidate for candidate in candidates if self._host_of(candidate) == self._host_of(worker)]
+        return [worker, *(near or self.chance.sample(candidates, self.options.group_size - 1))]
 
     def _two_rounds(
         self, hosts: Mapping[str, list[Worker]], without: Mapping[str, list[Worker]]
@@ -122,17 +126,17 @@ class InterIntra(QueuedGroups[DrawingOptions]):
         meeting = list(without)
         if len(meeting) == 1:
             meeting += self.chance.sample((host for host in hosts if host not in without), 1)
-        heads = {host: self.chance.one(without.get(host, hosts[host])) for host in meeting}
+        heads = {host: self.chance.pick(without.get(host, hosts[host])) for host in meeting}
         yield from divided(self.chance.sample(heads.values(), len(heads)), self.options.group_size)
         for host, workers in without.items():
             yield [worker for worker in workers if worker != heads[host]]
         yield from (hosts[host] for host in without if len(hosts[host]) > 1)
 
     def _by_host(self, workers: Iterable[Worker]) -> dict[str, list[Worker]]:
-        found: dict[str, list[Worker]] = {}
+        by_host: dict[str, list[Worker]] = {}
         for worker in sorted(workers):
-            found.setdefault(self._host_of(worker), []).append(worker)
-        return dict(sorted(found.items()))
+            by_host.setdefault(self._host_of(worker), []).append(worker)
+        return dict(sorted(by_host.items()))
 
     def _host_of(self, worker: Worker) -> str:
         return self.hosts.get(worker, f"\0{worker}")
@@ -142,7 +146,7 @@ SMOOTHING = 8  # arrivals over which the mean time between two is taken
 
 
 class FirstComeState(State):
-    """What it knows: when somebody came last, the mean time between arrivals, and the groups of the window."""
+    """State of ``FirstCome``: time of the last arrival, mean time between arrivals, and recent groups."""
 
     last_ask_ns: int | None
     mean_gap_ns: int | None
@@ -152,11 +156,11 @@ class FirstComeState(State):
 class FirstCome(Attendance[FirstComeOptions]):
     """A group begins when ``group_size`` workers wait, or when the first of them has waited for the deadline.
 
-    Nobody waits for a straggler, and nobody is in two groups. The deadline is ``patience`` times as long as a group
-    takes to fill at the mean time between arrivals (a moving average). Against update isolation, by which some workers
-    would average only with each other: groups are of workers that did not mix lately, where there is a choice; and
-    while workers fall into parts that did not mix lately at all (``mixing``), and all who wait are of one part, the
-    first of them waits, beyond its deadline, for one of another part. Its peers do not wait.
+    No worker waits for a straggler. The deadline is ``patience`` times the time that a group takes to fill, at the
+    moving average of times between arrivals. Two rules prevent update isolation, in which some workers average only with
+    each other. Groups prefer workers that have not mixed recently. And if all waiting workers belong to one part of the
+    recent groups (``Mixing``), the first of them waits beyond its deadline for a worker of another part; its peers do
+    not.
     """
 
     name: ClassVar[str] = "first-come"
@@ -170,7 +174,7 @@ class FirstCome(Attendance[FirstComeOptions]):
 
     @property
     def deadline_ns(self) -> int:
-        """How long the first to come waits at present."""
+        """How long the first waiting worker currently waits."""
         options = self.options
         if options.deadline_ms is not None:
             return round(options.deadline_ms * 1e6)
@@ -182,20 +186,20 @@ class FirstCome(Attendance[FirstComeOptions]):
 
     @property
     def wake_ns(self) -> int | None:
-        """The deadline of the first of those who wait for no other part."""
+        """Deadline of the first worker that does not wait for another part."""
         candidates = self._candidates()
         return self.waiting[candidates[0]] + self.deadline_ns if candidates else None
 
-    def _asked(self, worker: Worker, now_ns: int) -> None:
+    def _on_ask(self, worker: Worker, now_ns: int) -> None:
         if self._last_ask_ns is not None:
             gap_ns, mean_ns = now_ns - self._last_ask_ns, self._mean_gap_ns
             self._mean_gap_ns = gap_ns if mean_ns is None else mean_ns + (gap_ns - mean_ns) // SMOOTHING
         self._last_ask_ns = now_ns
 
-    def _left(self, worker: Worker) -> None:
+    def _on_leave(self, worker: Worker) -> None:
         self._mixing.left(worker)
 
-    def _granted(self, members: tuple[Worker, ...]) -> None:
+    def _on_grant(self, members: tuple[Worker, ...]) -> None:
         self._mixing.granted(members)
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
@@ -207,29 +211,29 @@ class FirstCome(Attendance[FirstComeOptions]):
             yield self._chosen(candidates)
 
     def _candidates(self) -> list[Worker]:
-        """Who waits for a group, the first to come first, without the one that waits for another part."""
+        """Waiting workers in order of arrival, without one that waits for another part."""
         ready = list(filter(self._is_ready, self.waiting))
-        if not ready or not self._mixing.is_known(ready[0]):
+        if not ready or not self._mixing.has_full_window(ready[0]):
             return ready
         outside = self._mixing.parts(self.present).outside(ready[0])
-        if not outside or any(each in ready for each in outside):
+        if not outside or any(worker in ready for worker in outside):
             return ready
         return ready[1:]
 
     def _chosen(self, candidates: Sequence[Worker]) -> list[Worker]:
-        """The first of them, and then those of parts that are not in the group yet before others."""
+        """Choose the first candidate, then preferably workers of parts that are not in the group yet."""
         parts = self._mixing.parts(self.present)
         chosen, left = [candidates[0]], list(candidates[1:])
         while left and len(chosen) < self.options.group_size:
-            inside = {parts.of(each) for each in chosen}
-            other = next((each for each in left if parts.of(each) not in inside), left[0])
-            left.remove(other)
-            chosen.append(other)
+            inside = {parts.of(worker) for worker in chosen}
+            following = next((worker for worker in left if parts.of(worker) not in inside), left[0])
+            left.remove(following)
+            chosen.append(following)
         return chosen
 
-    def _known(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
-            **super()._known(),
+            **super()._snapshot(),
             "last_ask_ns": self._last_ask_ns,
             "mean_gap_ns": self._mean_gap_ns,
             "recent": dict(self._mixing.recent),
@@ -241,7 +245,7 @@ class FirstCome(Attendance[FirstComeOptions]):
         self._mixing.recent = dict(state.recent)
 
 
-_KNOWN: Mapping[str, tuple[type[Attendance[Any]], type[GeneratorOptions]]] = MappingProxyType(
+GENERATORS: Mapping[str, tuple[type[Attendance[Any]], type[GeneratorOptions]]] = MappingProxyType(
     {
         FirstCome.name: (FirstCome, FirstComeOptions),
         GlobalDivision.name: (GlobalDivision, DrawingOptions),
@@ -255,23 +259,23 @@ _KNOWN: Mapping[str, tuple[type[Attendance[Any]], type[GeneratorOptions]]] = Map
 
 
 def names() -> tuple[str, ...]:
-    """The names of all generators."""
-    return tuple(_KNOWN)
+    """Names of all generators."""
+    return tuple(GENERATORS)
 
 
 def options_of(name: str, options: Mapping[str, Any]) -> GeneratorOptions:
-    """``options`` as those of the generator ``name``, with defaults. Raises PlanError for what it does not know."""
-    if name not in _KNOWN:
-        raise PlanError("there is no such generator of groups", got=repr(name), expected=" or ".join(_KNOWN))
-    return files.validate(dict(options), _KNOWN[name][1], PlanError, f"groups {name}")
+    """Validate ``options`` of the generator ``name``. Raises PlanError for an unknown name or option."""
+    if name not in GENERATORS:
+        raise PlanError("unknown group generator", got=repr(name), expected=" or ".join(GENERATORS))
+    return files.validate(dict(options), GENERATORS[name][1], PlanError, f"groups {name}")
 
 
 def generator_of(
     name: str, options: Mapping[str, Any], hosts: Mapping[Worker, str], seed: int
 ) -> GroupGenerator:
-    """A new generator, without workers; ``hosts`` says which host each worker is on, and may grow.
+    """Create a generator without workers; ``hosts`` maps workers to hosts and may grow.
 
-    A worker that is not in ``hosts`` is taken to be on a host of its own. Raises PlanError as ``options_of`` does.
+    A worker that is not in ``hosts`` counts as being on its own host. Raises PlanError as ``options_of`` does.
     """
     validated = options_of(name, options)
-    return _KNOWN[name][0](validated, hosts, seed)
+    return GENERATORS[name][0](validated, hosts, seed)

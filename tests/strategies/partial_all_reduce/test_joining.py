@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from headway.errors import CommunicationError, UserError
-from headway.strategies.partial_all_reduce import frames, joining
+from headway.rpc import frames
+from headway.strategies.partial_all_reduce import joining
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
 from headway.strategies.partial_all_reduce.joining import (
     Snapshots,
@@ -63,7 +64,7 @@ def test_a_worker_takes_over_all_but_hyper_parameters() -> None:
         assert all(
             torch.equal(optimizer.state[theirs][key], adam.state[mine][key]) for key in adam.state[mine]
         )
-    with pytest.raises(UserError, match="another optimizer"):
+    with pytest.raises(UserError, match="different optimizer"):
         take_over_moments(state, own, torch.optim.SGD(own.parameters(), lr=0.1))
 
 

@@ -15,7 +15,7 @@ def coupled(lateness: Lateness, rounds: int, compute_ms: dict[int, int]) -> None
     for _ in range(rounds):
         came = sorted((now_ns + own_ms * MS, worker) for worker, own_ms in compute_ms.items())
         for at_ns, worker in came:
-            lateness.asked(worker, at_ns)
+            lateness.note_ask(worker, at_ns)
         end_ns = came[-1][0] + 10 * MS
         for worker in compute_ms:
             lateness.freed(worker, end_ns)
@@ -52,7 +52,7 @@ def test_who_becomes_fast_is_late_no_more() -> None:
 def test_what_it_knows_goes_through_json_and_ends_with_a_worker() -> None:
     lateness, other = Lateness(0.5), Lateness(0.5)
     coupled(lateness, 6, {0: 100, 1: 400})
-    known = json.loads(json.dumps(lateness.known()))
+    known = json.loads(json.dumps(lateness.snapshot()))
     other.take({int(worker): Pace.model_validate(pace) for worker, pace in known.items()})
     assert other.is_late(1, 0)
     other.left(1)

@@ -63,8 +63,8 @@ def test_groups_that_take_no_mean_one_after_the_other_are_told_of(caplog: pytest
             averaging.after_step(iteration)
     (said,) = caplog.messages
     assert said == (
-        "worker 3: 3 groups in a row took no mean, the last one with workers 1, 4: it took too long. A group may take "
-        "1 s (time_limit_s)"
+        "worker 3: 3 groups in a row failed to average, the last one with workers 1, 4: it took too long. The time "
+        "limit of a group is 1 s (time_limit_s)"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.strategies.partial_all_reduce.coordinator import ledger
-from headway.strategies.partial_all_reduce.coordinator.ledger import Decision, Ledger, Said
+from headway.strategies.partial_all_reduce.coordinator.ledger import Answer, Decision, Ledger
 from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart
 from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 from headway.strategies.partial_all_reduce.coordinator.service import FACTOR, FIRST_S, LEAST_S, Absences
@@ -13,7 +13,7 @@ def test_whoever_takes_much_longer_than_usual_is_absent_once() -> None:
     absences = Absences()
     now = 0.0
     for _ in range(5):  # iterations of two seconds
-        absences.asked(1, now)
+        absences.note_ask(1, now)
         absences.freed(1, now + 0.5)
         now += 2.5
     absences.freed(2, now)  # has never asked
@@ -21,7 +21,7 @@ def test_whoever_takes_much_longer_than_usual_is_absent_once() -> None:
     assert not absences.absent(free_since + FACTOR * 2.0 - 0.1)
     assert absences.absent(free_since + FACTOR * 2.0 + 0.1) == [1]
     assert not absences.absent(free_since + 1000.0)
-    absences.asked(1, 1000.0)
+    absences.note_ask(1, 1000.0)
     absences.freed(1, 1000.0)
     absences.gone(1)
     assert not absences.absent(2000.0)
@@ -35,7 +35,7 @@ def test_iterations_longer_than_the_least_time_are_learned_from_the_first() -> N
     for _ in range(8):
         now += 30.0
         assert not absences.absent(now)
-        absences.asked(1, now)
+        absences.note_ask(1, now)
         absences.freed(1, now)
     assert not absences.absent(now + FACTOR * 30.0 - 1.0)
     assert absences.absent(now + FACTOR * 30.0 + 1.0) == [1]
@@ -45,7 +45,7 @@ def test_whoever_was_absent_too_early_is_so_once() -> None:
     absences = Absences()
     absences.returned(1, 0.0)  # to an iteration of which nothing is known
     assert absences.absent(LEAST_S + 1.0) == [1]
-    absences.asked(1, 30.0)
+    absences.note_ask(1, 30.0)
     absences.freed(1, 30.0)
     assert not absences.absent(59.0)
 
@@ -56,7 +56,7 @@ def test_one_long_evaluation_does_not_count() -> None:
     now = 0.0
     for took_s in (2.0, 2.0, 2.0, 600.0, 2.0):
         now += took_s
-        absences.asked(1, now)
+        absences.note_ask(1, now)
         absences.freed(1, now)
         assert not absences.absent(now + FACTOR * 2.0 - 1.0)
     assert absences.absent(now + FACTOR * 2.0 + 1.0) == [1]
@@ -66,7 +66,7 @@ def test_times_of_a_member_that_returns_are_kept_and_those_of_another_in_its_pla
     absences = Absences()
     for worker in (1, 2):
         absences.joined(worker, 0.0)
-        absences.asked(worker, 3.0)
+        absences.note_ask(worker, 3.0)
         absences.gone(worker)
     assert not absences.absent(10_000.0)
     absences.returned(1, 10_000.0)
@@ -83,7 +83,7 @@ def test_whoever_never_asks_is_waited_for_as_others_have_shown() -> None:
     for worker in (1, 2):
         absences.joined(worker, 0.0)
     assert not absences.absent(10_000.0), "nobody's first iteration is over"
-    absences.asked(1, 20.0)
+    absences.note_ask(1, 20.0)
     assert not absences.absent(FACTOR * 20.0 - 1.0)
     assert absences.absent(FACTOR * 20.0 + 1.0) == [2]
 
@@ -91,7 +91,7 @@ def test_whoever_never_asks_is_waited_for_as_others_have_shown() -> None:
 def test_short_iterations_leave_time_and_those_before_a_restart_count_as_short() -> None:
     absences = Absences()
     absences.joined(0, 0.0)
-    absences.asked(0, 0.0)
+    absences.note_ask(0, 0.0)
     absences.freed(0, 0.001)
     absences.returned(1, 0.0)
     assert not absences.absent(LEAST_S - 0.1)
@@ -108,14 +108,14 @@ class Coordinated:
         for worker in range(3):
             self.say(ledger.Joined(now_ns=0, worker=worker, session="0" * 32, address="a:1", host="a"))
 
-    def say(self, event: ledger.AnyEvent) -> list[Said]:
+    def say(self, event: ledger.AnyEvent) -> list[Answer]:
         return list(self.ledger.apply(event))
 
-    def ask(self, *workers: int) -> list[Said]:
+    def ask(self, *workers: int) -> list[Answer]:
         return [said for w in workers for said in self.say(ledger.Asked(now_ns=0, worker=w, iteration=1))]
 
 
-def _members(said: list[Said]) -> list[int]:
+def _members(said: list[Answer]) -> list[int]:
     (start,) = said
     assert isinstance(start, GroupStart)
     return [member.worker for member in start.members]

@@ -158,7 +158,7 @@ def test_a_host_is_slow_when_any_of_its_ranks_is() -> None:
 
 
 def test_the_plans_hosts_are_those_of_the_cluster_and_several() -> None:
-    with pytest.raises(PlanError, match="not those of the cluster"):
+    with pytest.raises(PlanError, match="do not match the cluster"):
         simulated(job(cluster(2, 2)), hosts=(3, 1))
     with pytest.raises(PlanError, match="all ranks are on one host"):
         simulated(job(cluster(4)))

@@ -13,7 +13,7 @@ from tests import limits
 from headway.errors import CommunicationError
 from headway.strategies.live.averaged import Flat
 from headway.strategies.partial_all_reduce.coordinator.messages import Member
-from headway.strategies.partial_all_reduce.finishing import Final, Finals, Finished, Finishing, Known
+from headway.strategies.partial_all_reduce.finishing import Final, Finals, Finished, Finishing, PeerDirectory
 from headway.strategies.partial_all_reduce.peers import Peers, PeerServer
 
 SECRET = b"secret"
@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, number: int) -> None:
         self.server, self.peers = PeerServer("127.0.0.1", SECRET), Peers(SECRET)
         self.member = Member(number, 0, self.server.address, "here")
-        self.known = Known(self.member, self.server)
+        self.known = PeerDirectory(self.member, self.server)
         self.finishing = Finishing(self.member, self.known, self.server, self.peers)
 
     def own(self) -> Flat:
@@ -85,7 +85,7 @@ def test_who_comes_when_the_others_are_gone_keeps_its_own_and_is_told() -> None:
     with ThreadPoolExecutor(2) as threads:
         ends = [each.result() for each in [threads.submit(worker.finish, limit_s) for worker in workers[1:]]]
     assert [value for value, _ in ends] == [1.5, 1.5]
-    with pytest.raises(CommunicationError, match="worker 0: the others ended without this worker"):
+    with pytest.raises(CommunicationError, match="worker 0: the others finished without this worker"):
         workers[0].finish()
 
 
@@ -130,9 +130,9 @@ def test_where_a_worker_is_comes_from_its_last_incarnation_or_from_itself() -> N
     worker.known.add([old])
     worker.known.add([new])
     worker.known.add([old])
-    assert worker.known.others == [new]
+    assert worker.known.peers == [new]
     worker.known.add([old], at_first_hand=True)  # a coordinator may count anew
-    assert worker.known.others == [old]
+    assert worker.known.peers == [old]
     worker.server.close()
     worker.peers.close()
 
@@ -151,8 +151,8 @@ def test_a_worker_that_says_hello_hears_of_those_that_the_others_know() -> None:
     workers[0].known.add([workers[1].member])
     workers[2].known.add([workers[0].member])
     workers[2].known.say_hello(workers[2].peers)
-    assert [each.worker for each in workers[2].known.others] == [0, 1]
-    assert [each.worker for each in workers[1].known.others] == [2]
+    assert [each.worker for each in workers[2].known.peers] == [0, 1]
+    assert [each.worker for each in workers[1].known.peers] == [2]
     for worker in workers:
         worker.server.close()
         worker.peers.close()

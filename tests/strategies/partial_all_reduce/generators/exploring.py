@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tests.coordination.generators.watched import Watched, watched
+from tests.strategies.partial_all_reduce.generators.watched import Watched, watched
 
 from headway.strategies.chance import Chance
 from headway.strategies.partial_all_reduce.generators.queues import Mixing
@@ -87,7 +87,7 @@ def outcomes(world: Watched, event: Event) -> Iterator[Watched]:
 
 def key_of(world: Watched) -> Any:
     """What of a world decides about its future: numbers of grants and times are left out."""
-    state: dict[str, Any] = world.generator._known()  # type: ignore[attr-defined]
+    state: dict[str, Any] = world.generator._snapshot()  # type: ignore[attr-defined]
     waiting = [(each, min(world.now_ns - since, MOST_AGE_NS)) for each, since in state["waiting"]]
     if "queue" in state:
         waiting.sort()

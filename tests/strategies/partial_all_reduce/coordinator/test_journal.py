@@ -96,7 +96,7 @@ def test_a_line_that_is_too_deep_is_damaged(tmp_path: Path) -> None:
 def test_the_journal_of_another_generator_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
-    with pytest.raises(JournalError, match="of another coordinator; got generator all"):
+    with pytest.raises(JournalError, match="belongs to a different coordinator; got generator all"):
         read(path, GeneratorChoice("random", {"group_size": 2}))
 
 

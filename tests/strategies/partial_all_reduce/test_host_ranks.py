@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.strategies.partial_all_reduce.host_ranks import OtherOfHost, Told
+from headway.strategies.partial_all_reduce.host_ranks import HostFollower, HostReport
 
 
 class NothingHandedDown:
     """A first rank whose groups never take a mean."""
 
-    def hear(self, _word: Any, _layout: Any, iteration: int = 0) -> Told:
-        return Told(iteration, is_common=False)
+    def hear(self, _word: Any, _layout: Any, iteration: int = 0) -> HostReport:
+        return HostReport(iteration, is_common=False)
 
 
-def rank_of(module: nn.Module) -> tuple[OtherOfHost, torch.optim.Optimizer]:
+def rank_of(module: nn.Module) -> tuple[HostFollower, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return OtherOfHost(module, optimizer, down=NothingHandedDown(), moments="local"), optimizer  # type: ignore[arg-type]
+    return HostFollower(module, optimizer, down=NothingHandedDown(), moments="local"), optimizer  # type: ignore[arg-type]
 
 
 def net(*, frozen: bool = False) -> nn.Sequential:

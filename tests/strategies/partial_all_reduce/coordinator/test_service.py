@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests import limits
-from tests.coordination.simple_generators import All
+from tests.strategies.partial_all_reduce.coordinator.simple_generators import All
 
 from headway.strategies.partial_all_reduce.coordinator import messages
 from headway.strategies.partial_all_reduce.coordinator import service as service_module

@@ -121,7 +121,7 @@ def test_a_worker_that_comes_back_and_finds_nobody_says_so(
     coordinator.incarnation = 2
     wrapped = wrap(nn.Linear(2, 2), coordinator, worker=0, secret=b"s" * 16, host="127.0.0.1")
     opened.append(wrapped)
-    assert "nobody else is there to take the model from" in caplog.text
+    assert "no other worker is there to copy the model from" in caplog.text
     assert wrapped.member.incarnation == 2
 
 
@@ -133,7 +133,7 @@ def test_moments_that_no_optimizer_has_yet_are_not_left_out_of_a_checkpoint(
     wrapped._awaited = WorkerState(3, "SGD", {"moment/weight/momentum_buffer": torch.ones(2, 2)}, {})
     assert wrapped._state().optimizer == "SGD"
     assert "moment/weight/momentum_buffer" in wrapped._state().tensors
-    with pytest.raises(UserError, match="has not seen the optimizer yet"):
+    with pytest.raises(UserError, match="has not seen its optimizer yet"):
         wrapped.checkpoint()
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     wrapped(torch.ones(1, 2)).sum().backward()
@@ -186,7 +186,7 @@ def test_a_model_that_nobody_holds_any_more_is_let_go_of() -> None:
     steps(found, optimizer, 2)
     found.flush()
     gone, module = weakref.ref(found), found.module
-    parts = found._parts
+    parts = found._resources
     del found
     gc.collect()
     assert gone() is None
@@ -209,7 +209,7 @@ def test_training_without_a_step_that_is_seen_is_told_of(opened: list[PartialAll
                     assert parameter.grad is not None
                     parameter.sub_(parameter.grad, alpha=0.01)
 
-    with pytest.warns(HeadwayWarning, match="no optimizer of torch.optim has stepped"):
+    with pytest.warns(HeadwayWarning, match="no torch.optim optimizer has stepped"):
         train()
     assert found.is_trained_unseen
     with warnings.catch_warnings():
@@ -222,14 +222,14 @@ def test_a_model_that_cannot_be_sent_to_whoever_joins_is_refused(opened: list[Pa
     module = nn.Linear(4, 1)
     module.register_buffer("table", torch.eye(3).to_sparse())
     with pytest.raises(
-        UnsupportedError, match=r"cannot be given to workers that join; got table, float32, sparse_coo"
+        UnsupportedError, match=r"cannot be sent to joining workers; got table, float32, sparse_coo"
     ):
         wrap(module, Alone(), worker=0, host="127.0.0.1", secret=b"s")
 
 
 def test_refusals(opened: list[PartialAllReduce]) -> None:
     for options, match in (
-        ({"staleness": 2}, "one step old"),
+        ({"staleness": 2}, "staleness must be 0 or 1"),
         ({"moments": "mine"}, "moments"),
         ({"buffers": "mine"}, "buffers"),
         ({"time_limit_s": 0}, "time_limit_s"),

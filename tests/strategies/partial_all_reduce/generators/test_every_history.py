@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tests.coordination.generators.exploring import NO_MIXING, Scripted, copied, explore
-from tests.coordination.generators.watched import Watched
+from tests.strategies.partial_all_reduce.generators.exploring import NO_MIXING, Scripted, copied, explore
+from tests.strategies.partial_all_reduce.generators.watched import Watched
 
 CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("all", {}),

@@ -13,7 +13,7 @@ import pytest
 
 from headway.strategies.partial_all_reduce.coordinator import ledger
 from headway.strategies.partial_all_reduce.coordinator.journal import Journal
-from headway.strategies.partial_all_reduce.coordinator.ledger import Decision, Said
+from headway.strategies.partial_all_reduce.coordinator.ledger import Answer, Decision
 from headway.strategies.partial_all_reduce.coordinator.messages import GroupStart, Member
 from headway.strategies.partial_all_reduce.coordinator.options import GeneratorChoice
 
@@ -61,7 +61,7 @@ class Model:
         if votes == {member.worker for member in start.members}:
             self.expected.append((number, True))
 
-    def said(self, said: Sequence[Said]) -> None:
+    def said(self, said: Sequence[Answer]) -> None:
         decisions = [(one.number, one.committed) for one in said if isinstance(one, Decision)]
         assert sorted(decisions) == sorted(self.expected)
         self.expected = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.strategies.decentralised.test_host_steps import cluster, job
+from tests.strategies.partial_all_reduce.test_host_steps import cluster, job
 
 from headway.strategies.horizon import Outcome
 from headway.strategies.partial_all_reduce.horizon import JITTER, Window, jitter_of, over_a_horizon

@@ -37,7 +37,7 @@ def test_static_groups_are_those_of_the_hosts() -> None:
     spelled_out = strategy.spelled_out(job)
     assert spelled_out.hosts == (3, 3)
     assert spelled_out.decide(Job.of(MODEL, 6)) == decided, "a live job knows no cluster"
-    with pytest.raises(PlanError, match="another number"):
+    with pytest.raises(PlanError, match="do not add up"):
         spelled_out.decide(Job.of(MODEL, 4))
     assert strategy.decide(Job.of(MODEL, 1)) == GroupSchedule(1, ((),))
 
@@ -47,8 +47,8 @@ def test_static_groups_are_those_of_the_hosts() -> None:
     [
         ({"groups": "circle"}, "expected static, first-come"),
         ({"groups": "all", "group_size": 2}, "unknown key group_size"),
-        ({"groups": "static", "deadline_ms": 2}, "static groups have no deadline_ms"),
-        ({"groups": "random", "hosts": (2, 2)}, "static groups only"),
+        ({"groups": "static", "deadline_ms": 2}, "static groups do not take deadline_ms"),
+        ({"groups": "random", "hosts": (2, 2)}, "hosts requires static groups"),
         ({"staleness": 2}, "staleness"),
     ],
 )

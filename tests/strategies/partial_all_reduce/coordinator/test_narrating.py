@@ -24,7 +24,7 @@ LINES = [
     "worker 0 has joined: 1 worker",
     "worker 3 has joined: 2 workers",
     "worker 3 is back: 2 workers",
-    "worker 0 was silent for too long, and is taken for dead: 1 worker",
+    "worker 0 is considered dead: its lease expired: 1 worker",
 ]
 
 

@@ -25,4 +25,4 @@ def test_groups_larger_than_the_job_are_warned_of(
         strategy = PartialAllReduceStrategy(groups="random", group_size=size)
         assert wrapper._schedule(nn.Linear(2, 2), strategy, 1.0) is None
     words = [str(each.message) for each in found if each.category is HeadwayWarning]
-    assert ["groups of 8 are asked for, of 4 workers" in each for each in words] == [True] * said
+    assert ["group_size 8 exceeds the number of workers (4)" in each for each in words] == [True] * said

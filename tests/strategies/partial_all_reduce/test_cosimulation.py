@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.exhaustive import examples
 from tests.graph.event_loop import Workers
 from tests.scheduling.group_schedules import pairs_in_turn
-from tests.strategies.decentralised import plain_loop
+from tests.strategies.partial_all_reduce import plain_loop
 
 from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_REDUCE, RING
@@ -183,7 +183,7 @@ def test_a_straggler_holds_all_up_under_all_reduce_only() -> None:
 
 def test_groups_that_are_fixed_lose_nobody() -> None:
     scenario = Scenario(10**7, deaths=[(10**6, 1)])
-    with pytest.raises(UnsupportedError, match="fixed"):
+    with pytest.raises(UnsupportedError, match="static groups"):
         CoSimulation(cluster_of(2), pairs_in_turn(2), Iterations([[[("x", 5)]]] * 2, scenario), 8, 0)
 
 
@@ -200,7 +200,7 @@ def test_fixed_groups_meet_in_their_rounds() -> None:
 
 def test_scenarios_that_cannot_be() -> None:
     for said, wrong in (
-        ("no time", {"until_ns": 5, "from_ns": 5}),
+        ("expected 0 <= from_ns", {"until_ns": 5, "from_ns": 5}),
         ("after the start", {"until_ns": 5, "deaths": [(0, 1)]}),
         ("rank 1 dies or joins twice", {"until_ns": 5, "deaths": [(2, 1), (3, 1)]}),
     ):

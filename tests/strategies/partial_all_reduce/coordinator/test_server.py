@@ -12,8 +12,8 @@ from urllib.request import urlopen
 
 import pytest
 from tests import limits
-from tests.coordination.server_thread import ServerThread
-from tests.coordination.simple_generators import All
+from tests.strategies.partial_all_reduce.coordinator.simple_generators import All
+from tests.strategies.partial_all_reduce.server_thread import ServerThread
 
 from headway.errors import CommunicationError, UserError
 from headway.strategies.partial_all_reduce.coordinator.client import CoordinatorClient
@@ -90,13 +90,15 @@ def test_who_knows_the_secret_joins(secured: str) -> None:
 
 
 def test_who_has_another_secret_is_soon_told_so(secured: str) -> None:
-    with pytest.raises(CommunicationError, match=r"cannot join .*: what answers there has another secret"):
+    with pytest.raises(
+        CommunicationError, match=r"cannot join .*: the server at this address has a different secret"
+    ):
         join(secured, OTHER, 3600.0)
 
 
 def test_who_has_no_secret_does_not_join(secured: str) -> None:
     with pytest.raises(
-        CommunicationError, match=r"cannot join .*: Socket closed; does it have the same secret"
+        CommunicationError, match=r"cannot join .*: Socket closed; check that it has the same secret"
     ):
         join(secured, None, 1.0)
 
@@ -117,7 +119,7 @@ def test_the_server_too_demands_a_proof(secured: str) -> None:
 
 
 def test_workers_do_not_take_another_for_their_coordinator(address: str) -> None:
-    with pytest.raises(CommunicationError, match="another secret than this worker, or none"):
+    with pytest.raises(CommunicationError, match="different secret, or none"):
         join(address, SECRET, 3600.0)
 
 
@@ -131,17 +133,17 @@ def test_other_addresses_than_loopback_need_a_secret() -> None:
     [
         ([b"\x80\x04N."], "malformed message"),
         ([b"{"], "malformed message"),
-        ([b'{"kind":"beat","number":1}'], "the first message has to be hello"),
+        ([b'{"kind":"beat","number":1}'], "the first message must be hello"),
         ([json.dumps({**HELLO, "session": "x"}).encode()], "hello.session"),
         ([json.dumps({**HELLO, "more": 1}).encode()], "hello.more"),
         ([json.dumps({**HELLO, "member": {**HELLO["member"], "worker": 4096}}).encode()], "worker"),  # type: ignore[dict-item]
-        ([json.dumps(HELLO).encode(), json.dumps(HELLO).encode()], "hello is said once"),
+        ([json.dumps(HELLO).encode(), json.dumps(HELLO).encode()], "unexpected second hello"),
         (
             [json.dumps(HELLO).encode(), b'{"kind":"vote","number":-1,"key":"k","reduced":true}'],
             "vote.number",
         ),
         ([json.dumps(HELLO).encode(), b'{"kind":"beat","number":1,"metrics":{"a b":1}}'], "beat.metrics"),
-        ([], "nobody said hello"),
+        ([], "no hello message"),
     ],
 )
 def test_malformed_messages_end_their_connection(patient: str, messages: list[bytes], words: str) -> None:
@@ -165,7 +167,7 @@ def test_oversized_messages_are_not_read(address: str) -> None:
 def test_another_version_is_told_so(address: str) -> None:
     status, words = said(address, [json.dumps({**HELLO, "protocol": 99}).encode()])
     assert status == "FAILED_PRECONDITION"
-    assert "different versions" in words
+    assert "incompatible versions" in words
 
 
 def test_there_is_nothing_else_to_call(address: str) -> None:
@@ -174,7 +176,7 @@ def test_there_is_nothing_else_to_call(address: str) -> None:
 
 def test_there_is_a_limit_to_workers(address: str) -> None:
     clients = [join(address, None, limits.stretched(LONG_S), worker) for worker in range(2)]
-    with pytest.raises(CommunicationError, match="there are 2 workers already"):
+    with pytest.raises(CommunicationError, match="already has 2 workers"):
         join(address, None, 1.0, 2)
     for client in clients:
         client.leave()
@@ -205,7 +207,7 @@ def test_who_opens_a_stream_and_says_nothing_is_dropped(address: str) -> None:
         with pytest.raises(grpc.RpcError) as failure:
             next(call)
         over.set()
-    assert failure.value.details() == "nobody said hello"
+    assert failure.value.details() == "no hello message"
 
 
 def test_a_port_that_is_taken_is_refused(address: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.coordination.generators.watched import HOSTS, Watched, restored, watched
 from tests.exhaustive import examples
+from tests.strategies.partial_all_reduce.generators.watched import HOSTS, Watched, restored, watched
 
 from headway.errors import PlanError
 from headway.strategies.partial_all_reduce.generators import rules
@@ -290,7 +290,7 @@ def test_states_that_are_none() -> None:
 
 def test_options_are_validated() -> None:
     for name, options, said in (
-        ("circle", {}, "no such generator.*first-come"),
+        ("circle", {}, "unknown group generator.*first-come"),
         ("random", {"group_size": 1}, "group_size"),
         ("all", {"group_size": 4}, "unknown key group_size"),
         ("first-come", {"least_ms": 5, "most_ms": 1}, "least_ms is longer"),
