@@ -38,7 +38,7 @@ def add(
     for one in operations:
         builder.operation(
             one.duration_ns, after=[*(base + before for before in one.after), *more], latency_ns=one.latency_ns,
-            sender=one.sender, receiver=one.receiver, queue=one.queue, asked=one.asked,
+            sender=one.sender, receiver=one.receiver, queue=one.queue, demand=one.asked,
         )  # fmt: skip
 
 

@@ -223,8 +223,8 @@ class GraphBuilder(Generic[S]):
         the same decision; ``close`` raises ValueError otherwise.
         """
         partial = members is not None
-        whole: Sequence[int] = range(self.world_size) if members is None else tuple(members)
-        ranks = whole[: self._resources.played(whole)] if partial else range(self.ranks)
+        group: Sequence[int] = range(self.world_size) if members is None else tuple(members)
+        ranks = group[: self._resources.played(group)] if partial else range(self.ranks)
         assert not partial or len(set(ranks)) == len(ranks), "members are distinct"
         assert cursor.rank in ranks, "a member asks"
         place = (name, bucket, ranks if partial else cursor.step, key)
@@ -243,7 +243,7 @@ class GraphBuilder(Generic[S]):
                     channel,
                     selection,
                     bucket,
-                    tuple(whole) if partial else (),
+                    tuple(group) if partial else (),
                 )
             )
         self._ask(cursor, number, after, after_work)
@@ -404,20 +404,20 @@ class GraphBuilder(Generic[S]):
 
 
 class GroupGraph(GraphBuilder[S]):
-    """A view of the ``whole`` graph in which ``members`` are all ranks there are, under a ``schedule`` of their own.
+    """A view of the ``parent`` graph in which ``members`` are all ranks there are, under a ``schedule`` of their own.
 
-    Everything is laid out in ``whole``, which alone may be closed or played. Cursors have the ranks of ``whole``, and
+    Everything is laid out in ``parent``, which alone may be closed or played. Cursors have the ranks of ``parent``, and
     each collective is one of the members. Of several views with the same members this is the one of ``number`` (below
     ``views``), whose collectives are its own.
     """
 
     def __init__(
-        self, whole: GraphBuilder[Any], schedule: S, members: Sequence[int], number: int = 0, views: int = 1
+        self, parent: GraphBuilder[Any], schedule: S, members: Sequence[int], number: int = 0, views: int = 1
     ) -> None:
-        vars(self).update(vars(whole))  # all that is laid out is shared
+        vars(self).update(vars(parent))  # all that is laid out is shared
         self.schedule = schedule
         self.world_size = len(members)
-        self._whole = whole
+        self._parent = parent
         self._members = tuple(members)
         self._number, self._views = number, views
 
@@ -442,7 +442,7 @@ class GroupGraph(GraphBuilder[S]):
         members: Sequence[int] | None = None,
     ) -> int:
         """As of the whole graph, with the members for all ranks: they use a key once."""
-        return self._whole.launch(
+        return self._parent.launch(
             cursor, name, key * self._views + self._number, size_bytes, bucket=bucket, selection=selection,
             channel=channel, after=after, after_work=after_work,
             members=self._members if members is None else members,

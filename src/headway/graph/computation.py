@@ -173,7 +173,7 @@ class Computation:
     def has_groups(self) -> bool:
         """Whether ranks wait for collectives of some ranks only."""
         return any(
-            item.members for timeline in self.timelines.values() for each in timeline for item in each.items
+            item.members for timeline in self.timelines.values() for step in timeline for item in step.items
         )
 
     def factor_of(self, rank: int) -> float:
@@ -220,8 +220,8 @@ def blocks_of(timeline: Timeline) -> tuple[ComputeBlock, ...]:
     begins what comes after it.
     """
     return tuple(
-        ComputeBlock(stage, kind, micro_batch, tuple(item for _, item in own))
-        for (stage, kind, micro_batch), own in groupby(_with_keys(timeline), key=lambda pair: pair[0])
+        ComputeBlock(stage, kind, micro_batch, tuple(item for _, item in keyed_items))
+        for (stage, kind, micro_batch), keyed_items in groupby(_with_keys(timeline), key=lambda pair: pair[0])
     )
 
 

@@ -34,12 +34,12 @@ class Decider(Protocol):
     has come when, and the same object is asked by the live service. This one asks it, and lays its answer out.
     """
 
-    def decide(self, now_ns: int, asked: Sequence[Decision]) -> None:
-        """Answer at the time ``now_ns``, when ``asked`` are reached: those of a moment together, in order of ranks.
+    def decide(self, now_ns: int, reached: Sequence[Decision]) -> None:
+        """Answer at the time ``now_ns``, when ``reached`` are reached: those of a moment together, in order of ranks.
 
         Timers come last. Whatever else happens until ``now_ns`` has happened. With cursors that stand at decisions
         (``Decisions.cursor_at``) it asks for collectives of subsets, transfers and computation in the graph, which
-        begin now at the earliest; with ``Decisions.answer`` it lets ranks go on, those of ``asked`` or of earlier
+        begin now at the earliest; with ``Decisions.answer`` it lets ranks go on, those of ``reached`` or of earlier
         moments. What it does not answer stays open. It must answer the same to the same: no clock, no chance but from
         a seed.
         """
@@ -69,9 +69,9 @@ class Decisions:
         before += [communications[number].end_of(cursor.rank) for number in cursor.pending]
         cursor.pending.clear()
         cursor.wait_name = ""
-        made = self._add(cursor.rank, cursor.step, name, before)
-        cursor.tail = made.resume
-        return made
+        decision = self._add(cursor.rank, cursor.step, name, before)
+        cursor.tail = decision.resume
+        return decision
 
     def ask_in(self, delay_ns: int, name: str = "") -> Decision:
         """Have the decider asked ``delay_ns`` (at least 1) from now: from time 0 where nothing is played yet.
@@ -85,8 +85,8 @@ class Decisions:
         operations = self._graph.operations
         number = operations.decision(after)
         resume = operations.operation(after=[number]) if rank != NO_RANK else number
-        made = self._by_operation[number] = Decision(rank, step, name, number, resume)
-        return made
+        decision = self._by_operation[number] = Decision(rank, step, name, number, resume)
+        return decision
 
     def cursor_at(self, decision: Decision) -> RankCursor:
         """A cursor that stands at a decision, for what its rank is to do before it goes on."""
@@ -124,8 +124,8 @@ class Decisions:
     def _who_stands(self, deadlock: DeadlockError) -> str:
         standing = [(self._by_operation[number], since_ns) for number, since_ns in deadlock.undecided.items()]
         ranks = ", ".join(
-            f"rank {each.rank} since {since_ns} ns (step {each.step}{f', {each.name}' if each.name else ''})"
-            for each, since_ns in sorted(standing, key=lambda pair: pair[0].rank)
+            f"rank {d.rank} since {since_ns} ns (step {d.step}{f', {d.name}' if d.name else ''})"
+            for d, since_ns in sorted(standing, key=lambda pair: pair[0].rank)
         )
         return (
             f"the decider lets nobody go on: {ranks}"
@@ -135,8 +135,10 @@ class Decisions:
 
     def reached(self, operations: Sequence[int]) -> list[Decision]:
         """The decisions of these operations, by ranks, timers last."""
-        found = [self._by_operation[number] for number in operations]
-        return sorted(found, key=lambda each: (each.rank == NO_RANK, each.rank, each.operation))
+        decisions = [self._by_operation[number] for number in operations]
+        return sorted(
+            decisions, key=lambda decision: (decision.rank == NO_RANK, decision.rank, decision.operation)
+        )
 
     def take_answered(self) -> list[int]:
         """What was answered since this was asked."""
@@ -150,9 +152,9 @@ class _Driver:
     def __init__(self, decisions: Decisions, graph: GraphBuilder[Any], decider: Decider) -> None:
         self._decisions, self._graph, self._decider = decisions, graph, decider
 
-    def decide(self, now_ns: int, asked: Sequence[int]) -> list[int]:
-        reached = self._decisions.reached(asked)
+    def decide(self, now_ns: int, operations: Sequence[int]) -> list[int]:
+        reached = self._decisions.reached(operations)
         self._decider.decide(now_ns, reached)
         self._graph.expand()
-        timers = [each.operation for each in reached if each.rank == NO_RANK]
+        timers = [decision.operation for decision in reached if decision.rank == NO_RANK]
         return [*self._decisions.take_answered(), *timers]

@@ -81,10 +81,10 @@ class GoalWriter:
         steps = len(columns.send_to)
         self.ranks[begins] = ranks
         duration_ns = self._dataflow.duration_ns
-        for own in (collective.begins, collective.ends, transfers):
-            self._processor[own] = processor
-        for own in (begins, dones):
-            self._processor[own] = np.where(duration_ns[own] > 0, COSTS, processor)
+        for operations in (collective.begins, collective.ends, transfers):
+            self._processor[operations] = processor
+        for operations in (begins, dones):
+            self._processor[operations] = np.where(duration_ns[operations] > 0, COSTS, processor)
         self.ranks[transfers] = self.ranks[dones] = np.repeat(ranks, steps)
         cost = collective.selection.cost(graph.cluster)
         self._to[transfers] = columns.send_to.T.ravel()
@@ -112,10 +112,10 @@ class GoalWriter:
             for after in self._dataflow.successors(before):
                 rank, edge = self._edge(before, after)
                 requires[rank].append(edge)
-        own = [np.flatnonzero(self.ranks == rank) for rank in range(self._world_size)]
+        rank_operations = [np.flatnonzero(self.ranks == rank) for rank in range(self._world_size)]
         incoming = [np.flatnonzero(self._to == rank) for rank in range(self._world_size)]
         for rank in range(self._world_size):
-            lines = [line for number in own[rank].tolist() for line in self._operation(number)]
+            lines = [line for number in rank_operations[rank].tolist() for line in self._operation(number)]
             lines += [self._receive(number) for number in incoming[rank].tolist()]
             count = len(lines)
             lines += [f"{after} requires {before}" for before, after in requires.pop(rank)]

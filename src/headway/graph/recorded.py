@@ -36,14 +36,14 @@ class RecordedMessage(NamedTuple):
 
 def pipeline_messages(trace: Trace) -> Points:
     """The points of the messages between stages whose both ends were recorded, in the same step."""
-    found: dict[tuple[int, int], list[tuple[int, Item]]] = defaultdict(list)
+    points: dict[tuple[int, int], list[tuple[int, Item]]] = defaultdict(list)
     for message in both_ends(trace):
         for rank, row in ((message.sender, message.sent), (message.receiver, message.received)):
-            asked = _item(Point.MESSAGE, row)
-            found[rank, row.step].append((row.enqueue_ns, asked))
+            posted = _item(Point.MESSAGE, row)
+            points[rank, row.step].append((row.enqueue_ns, posted))
             if row.duration_ns:
-                found[rank, row.step].append((row.end_ns, asked._replace(kind=Point.ARRIVED)))
-    return found
+                points[rank, row.step].append((row.end_ns, posted._replace(kind=Point.ARRIVED)))
+    return points
 
 
 def both_ends(trace: Trace) -> Iterator[RecordedMessage]:
@@ -78,7 +78,9 @@ class RescaledKernels:
     def __init__(self, events: Events, factors: Mapping[str, float]) -> None:
         spans = {pattern: _matched(events, pattern) for pattern in factors}
         self._found = {pattern for pattern, span in spans.items() if span}
-        self._matched = [(Intervals(own), factors[pattern]) for pattern, own in spans.items()]
+        self._matched = [
+            (Intervals(pattern_spans), factors[pattern]) for pattern, pattern_spans in spans.items()
+        ]
 
     def matches(self, pattern: str) -> bool:
         """Whether anything was recorded under such a name."""
@@ -87,8 +89,8 @@ class RescaledKernels:
     def duration_ns(self, start_ns: int, end_ns: int) -> int:
         """What the stretch from ``start_ns`` to ``end_ns`` would take."""
         taken = float(end_ns - start_ns)
-        for found, factor in self._matched:
-            taken *= 1 - found.share_of(start_ns, end_ns) * (1 - factor)
+        for matched, factor in self._matched:
+            taken *= 1 - matched.share_of(start_ns, end_ns) * (1 - factor)
         return round(taken)
 
 
@@ -113,7 +115,7 @@ def timelines_of(
     """
     rescaled = {rank: RescaledKernels(events, factors) for rank, events in trace.events.items()}
     for pattern in factors:
-        if not any(each.matches(pattern) for each in rescaled.values()):
+        if not any(kernels.matches(pattern) for kernels in rescaled.values()):
             raise TraceError(
                 "no recorded operator or module has a name that matches", got=repr(pattern),
                 fix="Record with --detail operators to have operators, with --detail kernels to have kernels.",
@@ -166,35 +168,35 @@ def _asked_alone(trace: Trace) -> dict[tuple[int, int], frozenset[tuple[str, int
 
     A rank may have a group of its own, or one of some ranks: what it waits for there is its own time.
     """
-    asked: dict[tuple[int, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    collectives: dict[tuple[int, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for rank, events in trace.events.items():
         waits = {(row.name, row.start_ns) for row in events.of_kind(Kind.WAIT)}
         for row in events.of_kind(Kind.COLLECTIVE):
             if row.bucket < 0 and (row.name, row.enqueue_ns) in waits:
-                asked[row.step, row.name][rank].append(row)
+                collectives[row.step, row.name][rank].append(row)
     alone: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
-    for (step, name), of_rank in asked.items():
+    for (step, name), of_rank in collectives.items():
         if _as_often(trace, of_rank):
             for rank, rows in of_rank.items():
                 alone[rank, step] |= {
                     (name, row.enqueue_ns) for row in rows if not _asked_by_all(trace, row, of_rank)
                 }
             continue
-        whole = {
+        of_all_ranks = {
             rank: [row for row in rows if len(trace.members(row.group)) == trace.world_size]
             for rank, rows in of_rank.items()
         }
-        kept = whole if _as_often(trace, whole) else {}
+        kept = of_all_ranks if _as_often(trace, of_all_ranks) else {}
         for rank, rows in of_rank.items():
             together = kept.get(rank, ())
             alone[rank, step] |= {(name, row.enqueue_ns) for row in rows if row not in together}
-    return {key: frozenset(found) for key, found in alone.items()}
+    return {key: frozenset(keys) for key, keys in alone.items()}
 
 
-def _asked_by_all(trace: Trace, asked: Event, rows: Mapping[int, Sequence[Event]]) -> bool:
+def _asked_by_all(trace: Trace, collective: Event, rows: Mapping[int, Sequence[Event]]) -> bool:
     """Whether all members of a collective's group wait for as many of the group's collectives, and are recorded."""
-    members = trace.members(asked.group)
-    counts = {sum(row.group == asked.group for row in rows.get(rank, ())) for rank in members}
+    members = trace.members(collective.group)
+    counts = {sum(row.group == collective.group for row in rows.get(rank, ())) for rank in members}
     return len(counts) == 1 and (len(members) > 1 or trace.world_size == 1)
 
 
@@ -269,7 +271,7 @@ def _points(
     owners = {id(model): frozenset(model.forward_order) for model in models}
     synchronising = _synchronising(rows)
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
-    asked = {(r.name, r.enqueue_ns): r for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
+    blocking = {(r.name, r.enqueue_ns): r for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
     cuts = []
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners[id(_model_of(row, models))]:
@@ -278,24 +280,26 @@ def _points(
             cuts.append(_Cut(row.start_ns, 2, Item(Part.READ, row.name, parameters=_read(row, rows))))
         elif row.kind == Kind.OPTIMIZER:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
-        elif row.kind == Kind.WAIT and (one := asked.get((row.name, row.start_ns))) is not None:
-            group = members.get(one.group, ())
+        elif row.kind == Kind.WAIT and (event := blocking.get((row.name, row.start_ns))) is not None:
+            group = members.get(event.group, ())
             cuts.append(
-                _Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, one.size_bytes, members=group))
+                _Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, event.size_bytes, members=group))
             )
-    for one in synchronising:
-        model = _model_of(one, models)
+    for backward in synchronising:
+        model = _model_of(backward, models)
         ready = [
-            r for r in rows if r.kind == Kind.GRADIENT_READY and one.start_ns <= r.start_ns <= one.end_ns
+            r
+            for r in rows
+            if r.kind == Kind.GRADIENT_READY and backward.start_ns <= r.start_ns <= backward.end_ns
         ]
         if model.find_unused_parameters:
-            begins_ns = min((row.start_ns for row in ready), default=one.start_ns)
+            begins_ns = min((row.start_ns for row in ready), default=backward.start_ns)
             unused = [p.name for p in model.parameters if p.name not in {row.name for row in ready}]
-            label = _labelled(Point.UNUSED, one)
+            label = _labelled(Point.UNUSED, backward)
             cuts += [_Cut(begins_ns, 2, label._replace(name=name)) for name in unused]
         cuts += [_Cut(row.start_ns, 2, _labelled(Point.READY, row)) for row in ready]
-        ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
-        cuts.append(_Cut(max(ends, default=one.end_ns), 3, _labelled(Point.BACKWARD_END, one)))
+        ends = [row.end_ns for row in shares if backward.start_ns <= row.start_ns <= backward.end_ns]
+        cuts.append(_Cut(max(ends, default=backward.end_ns), 3, _labelled(Point.BACKWARD_END, backward)))
     return cuts
 
 
@@ -347,11 +351,11 @@ def _labelled(part: str, row: Event) -> Item:
 
 
 def _part_at(time_ns: int, parts: Sequence[_Interval]) -> Item:
-    found = Item(Part.REST)
+    item = Item(Part.REST)
     for part in parts:
         if part.start_ns <= time_ns < part.end_ns:
-            found = part.of
-    return found
+            item = part.of
+    return item
 
 
 def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:

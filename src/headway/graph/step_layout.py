@@ -146,11 +146,11 @@ def profile_of(timelines: Mapping[int, Sequence[Timeline]]) -> StepProfile:
     In a step of several passes, forward is the first use of a module and backward the last one that readies gradients.
     What lies between them counts to ``between_ns``. Steps that readied nothing are left out, unless all did.
     """
-    means = [_mean([_one(timeline) for timeline in steps]) for steps in timelines.values()]
+    means = [_mean([_step_profile(timeline) for timeline in steps]) for steps in timelines.values()]
     return max(means, key=lambda profile: profile.computation_ns + profile.optimizer_ns)
 
 
-def _one(timeline: Timeline) -> StepProfile:
+def _step_profile(timeline: Timeline) -> StepProfile:
     """One step's profile. Time is that of its computation, without waits and without the optimizer's update."""
     forward_at = forward_end = backward_at = backward_end = step_at = None
     uses: dict[str, int] = {}
@@ -192,10 +192,10 @@ def _one(timeline: Timeline) -> StepProfile:
 
 def _ordered(*moments: int | None) -> list[int]:
     """The moments, none before the one before it; those that are unknown fall on it."""
-    found = [0]
+    ordered = [0]
     for moment in moments:
-        found.append(found[-1] if moment is None else max(found[-1], moment))
-    return found[1:]
+        ordered.append(ordered[-1] if moment is None else max(ordered[-1], moment))
+    return ordered[1:]
 
 
 def _mean(profiles: Sequence[StepProfile]) -> StepProfile:
@@ -213,11 +213,11 @@ def _mean(profiles: Sequence[StepProfile]) -> StepProfile:
 
 def _mean_of(offsets: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The mean of every name's offsets, over the steps that have it, in the order of time."""
-    known: dict[str, list[int]] = {}
-    for each in offsets:
-        for name, offset in each.items():
-            known.setdefault(name, []).append(offset)
-    means = {name: round(float(np.mean(values))) for name, values in known.items()}
+    offsets_of: dict[str, list[int]] = {}
+    for step_offsets in offsets:
+        for name, offset in step_offsets.items():
+            offsets_of.setdefault(name, []).append(offset)
+    means = {name: round(float(np.mean(values))) for name, values in offsets_of.items()}
     return dict(sorted(means.items(), key=lambda pair: pair[1]))
 
 

@@ -117,11 +117,11 @@ class BucketSchedule:
     @property
     def buckets_of(self) -> dict[str, tuple[int, ...]]:
         """The indices of the buckets that hold a part of each parameter."""
-        found: dict[str, list[int]] = defaultdict(list)
+        indices_of: dict[str, list[int]] = defaultdict(list)
         for bucket in self.buckets:
             for name in bucket.parameters:
-                found[name].append(bucket.index)
-        return {name: tuple(indices) for name, indices in found.items()}
+                indices_of[name].append(bucket.index)
+        return {name: tuple(indices) for name, indices in indices_of.items()}
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
@@ -167,7 +167,7 @@ def joined(holdings: Sequence[Iterable[str]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(unit) for unit in units.values())
 
 
-def whole(parameter: ParameterSpec) -> Part:
+def whole_parameter(parameter: ParameterSpec) -> Part:
     """All of a parameter."""
     return Part(parameter.name, 0, parameter.numel)
 
@@ -193,7 +193,9 @@ def sent_as(bucket: Bucket, codec: Codec | None, model: ModelSpec, world_size: i
             expected=" or ".join(FLOATS),
         )
     shapes = [
-        model.by_name[part.parameter].shape if part == whole(model.by_name[part.parameter]) else (part.numel,)
+        model.by_name[part.parameter].shape
+        if part == whole_parameter(model.by_name[part.parameter])
+        else (part.numel,)
         for part in bucket.parts
     ]
     with asking("codec", codec):
@@ -236,11 +238,11 @@ def restricted(schedule: BucketSchedule, model: ModelSpec) -> BucketSchedule:
 
     Gathers follow the order of the model's forward, behind the last reduce-scatter.
     """
-    known = schedule.buckets_of
+    bucketed = schedule.buckets_of
     groups = [[p for p in bucket.parts if p.parameter in model.by_name] for bucket in schedule.buckets]
-    new = [parameter for parameter in model.ready_parameters() if parameter.name not in known]
+    new = [parameter for parameter in model.ready_parameters() if parameter.name not in bucketed]
     largest = max((bucket.size_bytes for bucket in schedule.buckets), default=1)
-    runs = [[whole(parameter) for parameter in run] for run in group_by_size(new, largest)]
+    runs = [[whole_parameter(parameter) for parameter in run] for run in group_by_size(new, largest)]
     buckets = make_buckets([*runs, *(group for group in groups if group)], model)
     return BucketSchedule(
         buckets=buckets,

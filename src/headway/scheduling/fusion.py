@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from headway.errors import PlanError
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
-from headway.scheduling.buckets import Part, group_by_size, whole
+from headway.scheduling.buckets import Part, group_by_size, whole_parameter
 
 Groups = list[list[Part]]
 CapAt = Callable[[int], float]
@@ -67,14 +67,14 @@ def fill(parts: Sequence[Part], model: ModelSpec, cap: float | CapAt) -> Groups:
 
 def coalesced(parts: Iterable[Part]) -> list[Part]:
     """The same elements, with neighbouring parts of one parameter made one."""
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and last.parameter == part.parameter and last.end == part.start:
-            found[-1] = Part(part.parameter, last.start, part.end)
+            merged[-1] = Part(part.parameter, last.start, part.end)
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ MIB = 2**20
 
 def fixed(model: ModelSpec, cap_bytes: int) -> Groups:
     """Runs of about ``cap_bytes`` that never exceed it, but for a single larger parameter."""
-    return [[whole(p) for p in run] for run in group_by_size(model.ready_parameters(), cap_bytes)]
+    return [[whole_parameter(p) for p in run] for run in group_by_size(model.ready_parameters(), cap_bytes)]
 
 
 def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_per_byte: float) -> Groups:
@@ -121,12 +121,12 @@ def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_p
     for parameter in model.ready_parameters():
         ready = ready_ns.get(parameter.name, latest)
         if groups and parameter.dtype == dtype and ready < begin_ns + alpha_ns:
-            groups[-1].append(whole(parameter))
+            groups[-1].append(whole_parameter(parameter))
             filled += parameter.size_bytes
         else:
             if groups:
                 free_ns = begin_ns + alpha_ns + ns_per_byte * filled
-            groups.append([whole(parameter)])
+            groups.append([whole_parameter(parameter)])
             dtype, filled = parameter.dtype, parameter.size_bytes
         begin_ns = max(free_ns, begin_ns if len(groups[-1]) > 1 else 0.0, ready)
     return groups
@@ -160,7 +160,7 @@ def earliest(model: ModelSpec, ready_ns: Mapping[str, int], time_ns: Callable[[i
     groups: Groups = []
     end = len(parameters)
     while end:
-        groups.insert(0, [whole(parameter) for parameter in parameters[begins[end] : end]])
+        groups.insert(0, [whole_parameter(parameter) for parameter in parameters[begins[end] : end]])
         end = begins[end]
     return groups
 
@@ -172,7 +172,7 @@ def bucket_caps_mb(groups: Groups, model: ModelSpec) -> tuple[float, ...]:
     stock DDP cannot do: parts of parameters, several dtypes, groups out of the order of readiness.
     """
     order = [part for group in groups for part in group]
-    if order != [whole(parameter) for parameter in model.ready_parameters()]:
+    if order != [whole_parameter(parameter) for parameter in model.ready_parameters()]:
         raise PlanError(
             "stock DDP cannot make these buckets",
             expected="whole parameters in the order in which gradients become ready",

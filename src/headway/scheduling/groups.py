@@ -53,7 +53,7 @@ class GroupSchedule:
         """After how many rounds what any rank learned has reached every other; None where it never does."""
         reached = [{rank} for rank in range(self.world_size)]
         for count in range(self.world_size * len(self.rounds) + 1):
-            if all(len(own) == self.world_size for own in reached):
+            if all(len(ranks) == self.world_size for ranks in reached):
                 return count
             for group in self.rounds[count % len(self.rounds)]:
                 union = set().union(*(reached[rank] for rank in group))
@@ -149,8 +149,10 @@ def _meetings(hosts: Sequence[int], most: int) -> list[tuple[Group, ...]]:
     blocks = [hosts[begin:end] for begin, end in pairwise(ends)]
     inside = [_meetings(block, most) for block in blocks]
     rounds = [
-        tuple(group for own in inside if number < len(own) for group in own[number])
+        tuple(
+            group for block_rounds in inside if number < len(block_rounds) for group in block_rounds[number]
+        )
         for number in range(max(map(len, inside)))
     ]
-    last = [tuple(each for each in column if each is not None) for column in zip_longest(*blocks)]
+    last = [tuple(host for host in column if host is not None) for column in zip_longest(*blocks)]
     return [*rounds, tuple(group for group in last if len(group) > 1)]

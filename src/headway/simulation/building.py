@@ -39,12 +39,12 @@ WHOLE = 2**46  # what rates are counted in: that of the fastest resource, where 
 class Routes:
     """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency.
 
-    ``asked`` is how much of a side an operation takes at its full rate (in WHOLE).
+    ``demand`` is how much of a side an operation takes at its full rate (in WHOLE).
     """
 
     sender: Numbers
     receiver: Numbers
-    asked: Ints
+    demand: Ints
     queue: Numbers
     latency_ns: Ints
 
@@ -129,10 +129,10 @@ class OperationGraph:
 
     def successors(self, number: int) -> list[int]:
         """The operations that wait for operation ``number``."""
-        own = self.narrow[number, SUCCESSORS : SUCCESSORS + SLOTS]
+        slots = self.narrow[number, SUCCESSORS : SUCCESSORS + SLOTS]
         spill = int(self.narrow[number, SPILL])
         more = self.spilled[spill + 1 : spill + 1 + self.spilled[spill]].tolist() if spill != NONE else []
-        return [*own[own != NONE].tolist(), *more]
+        return [*slots[slots != NONE].tolist(), *more]
 
     def with_durations(self, operations: npt.NDArray[np.intp], duration_ns: Ints) -> OperationGraph:
         """The same graph where ``operations`` take other times."""
@@ -146,8 +146,8 @@ def lines(count: int) -> tuple[Ints, Numbers]:
     """Room for ``count`` operations, each in a cache line of its own: the wide view and the narrow one."""
     memory = np.zeros((count + 1) * OPERATION_BYTES, dtype=np.uint8)
     begin = -memory.ctypes.data % OPERATION_BYTES
-    own = memory[begin : begin + count * OPERATION_BYTES]
-    return own.view(np.int64).reshape(count, 8), own.view(np.int32).reshape(count, 16)
+    aligned = memory[begin : begin + count * OPERATION_BYTES]
+    return aligned.view(np.int64).reshape(count, 8), aligned.view(np.int32).reshape(count, 16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,16 +218,16 @@ class RouteTable:
         *,
         queue: int = 0,
         latency_ns: int = 0,
-        asked: float = 1.0,
+        demand: float = 1.0,
     ) -> int:
         """What operations use, as a number. Queues are counted by themselves on each sender's side.
 
-        ``asked`` is how much of the sender's and of the receiver's side they take at their full rate, in WHOLE.
+        ``demand`` is how much of the sender's and of the receiver's side they take at their full rate, in WHOLE.
         """
         line = NO_RESOURCE
         if sender != NO_RESOURCE or receiver != NO_RESOURCE:
             line = self._queues.setdefault((sender, queue), len(self._queues))
-        units = max(1, round(asked * WHOLE))
+        units = max(1, round(demand * WHOLE))
         return self._routes.setdefault((sender, receiver, line, units, latency_ns), len(self._routes))
 
     @property
@@ -242,8 +242,8 @@ class RouteTable:
         """All routes so far."""
         columns = list(zip(*self._routes, strict=True))
         sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
-        asked, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
-        return Routes(sender, receiver, asked, queue, latency_ns)
+        demand, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
+        return Routes(sender, receiver, demand, queue, latency_ns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,14 +308,14 @@ class OperationGraphBuilder:
         sender: int = NO_RESOURCE,
         receiver: int = NO_RESOURCE,
         queue: int = 0,
-        asked: float = 1.0,
+        demand: float = 1.0,
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
         route = (
             FREE
             if plain
-            else self.routes.number(sender, receiver, queue=queue, latency_ns=latency_ns, asked=asked)
+            else self.routes.number(sender, receiver, queue=queue, latency_ns=latency_ns, demand=demand)
         )
         return self.routed(duration_ns, route, after)
 
@@ -352,16 +352,16 @@ class OperationGraphBuilder:
             raise OverflowError(f"{self._count} operations are more than can be numbered")
         number = np.array(self._number, dtype=np.int64)
         before, after = np.array(self._before, dtype=np.int64), np.array(self._after, dtype=np.int64)
-        own = before >= self._first
+        is_new = before >= self._first
         return Addition(
             first=self._first,
             count=self._count - self._first,
             number=number,
             duration_ns=np.array(self._duration_ns, dtype=np.int64),
             route=np.array(self._route, dtype=np.int32),
-            edges=edges_of(np.searchsorted(number, before[own]), after[own], len(number)),
-            after=after[own],
-            earlier=np.stack((before[~own], after[~own]), axis=1),
+            edges=edges_of(np.searchsorted(number, before[is_new]), after[is_new], len(number)),
+            after=after[is_new],
+            earlier=np.stack((before[~is_new], after[~is_new]), axis=1),
             blocks=tuple(self._blocks),
         )
 
@@ -378,8 +378,8 @@ class OperationGraphBuilder:
         addition = self.addition()
         wide, narrow = lines(self._count)
         spilled = np.zeros(addition.spills, dtype=np.int32)
-        made = OperationGraph(
+        graph = OperationGraph(
             wide, narrow, spilled, self.routes.columns(), self.resources, self.routes.queues
         )
-        addition.fill(made, 0)
-        return made
+        addition.fill(graph, 0)
+        return graph

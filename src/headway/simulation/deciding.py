@@ -29,11 +29,11 @@ NEVER_NS = kernel.NEVER  # when what was not played began and ended
 class OperationDecider(Protocol):
     """Takes the decisions of a graph while it is played. The same moments give the same answers: it must be pure."""
 
-    def decide(self, now_ns: int, asked: Sequence[int]) -> Iterable[int]:
-        """Answer at the time ``now_ns``, when the decisions ``asked`` are reached, in the order of their numbers.
+    def decide(self, now_ns: int, reached: Sequence[int]) -> Iterable[int]:
+        """Answer at the time ``now_ns``, when the decisions ``reached`` are reached, in the order of their numbers.
 
         Everything else that happens until ``now_ns`` has happened. Returns the decisions that end now: any of
-        ``asked``, and of earlier ones that were left open. What it adds to the builder of the graph begins now at the
+        ``reached``, and of earlier ones that were left open. What it adds to the builder of the graph begins now at the
         earliest; it may wait for, and be waited for by, anything that has not begun. To be asked again later it adds
         an operation that lasts until then, and a decision behind that. It must not raise for what it cannot decide
         yet, but leave it open.
@@ -72,9 +72,9 @@ def play_deciding(
         now_ns = int(state.counts[kernel.NOW])
         if now_ns >= until_ns:
             return growing.graph, played_times(growing.graph)
-        asked = sorted(state.ready[: state.counts[kernel.DECISIONS]].tolist())
-        open_since_ns |= dict.fromkeys(asked, now_ns)
-        answered = sorted(set(decider.decide(now_ns, asked)))
+        reached = sorted(state.ready[: state.counts[kernel.DECISIONS]].tolist())
+        open_since_ns |= dict.fromkeys(reached, now_ns)
+        answered = sorted(set(decider.decide(now_ns, reached)))
         for number in answered:
             assert number in open_since_ns, "no decision that is open"
             del open_since_ns[number]

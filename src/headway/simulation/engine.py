@@ -43,12 +43,12 @@ def _compiled() -> Callable[..., kernel.PlayState]:
     names: dict[str, Any] = dict(vars(kernel))
     for loop in _LOOPS:
         assert isinstance(loop, FunctionType)
-        own = FunctionType(loop.__code__, names, loop.__name__)
-        own.__module__, own.__qualname__ = loop.__module__, loop.__qualname__
+        copy = FunctionType(loop.__code__, names, loop.__name__)
+        copy.__module__, copy.__qualname__ = loop.__module__, loop.__qualname__
         try:
-            names[loop.__name__] = njit(cache=True)(own)
+            names[loop.__name__] = njit(cache=True)(copy)
         except RuntimeError:  # nowhere to keep it
-            names[loop.__name__] = njit(own)
+            names[loop.__name__] = njit(copy)
     simulate: Callable[..., kernel.PlayState] = names["simulate"]
     return simulate
 
@@ -94,11 +94,11 @@ def play_on(graph: OperationGraph, state: kernel.PlayState) -> kernel.PlayState:
 
     Raises OverflowError where times are out of range.
     """
-    routes, known = graph.routes, int(state.counts[kernel.KNOWN])
-    longest_ns = max(int(graph.duration_ns[known:].max(initial=0)), int(routes.latency_ns.max()))
+    routes, known_count = graph.routes, int(state.counts[kernel.KNOWN])
+    longest_ns = max(int(graph.duration_ns[known_count:].max(initial=0)), int(routes.latency_ns.max()))
     if longest_ns <= LATEST_NS:
         state = simulate_for(len(graph))(
-            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.asked, routes.queue,
+            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.demand, routes.queue,
             routes.latency_ns, graph.resources.burst_ns, graph.resources.window_ns, graph.resources.changes, state,
         )  # fmt: skip
     if longest_ns > LATEST_NS or state.counts[kernel.STATUS] == kernel.OUT_OF_RANGE:

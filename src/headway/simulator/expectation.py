@@ -29,22 +29,22 @@ def collectives_error(cluster: Cluster) -> float:
 
 def doubts(steps_ms: Mapping[int, float], missed: float) -> tuple[str, ...]:
     """What makes answers less reliable: recorded steps that stand out, costs that are off by the share ``missed``."""
-    said = []
+    reasons = []
     median_ms = statistics.median(steps_ms.values())
     longest = max(steps_ms, key=lambda step: steps_ms[step])
     outlying = [step for step, ms in steps_ms.items() if ms > OUTLYING * median_ms]
     if outlying:
-        said.append(
+        reasons.append(
             f"{len(outlying)} of {len(steps_ms)} recorded steps took more than {OUTLYING:g} times the median "
             f"(step {longest}: {steps_ms[longest]:.1f} ms, median: {median_ms:.1f}). They count in every answer, and "
             "with more workers such steps occur more often. Record more steps, or see headway diagnose for the cause."
         )
     if missed > POOR_FIT:
-        said.append(
+        reasons.append(
             f"Measured collectives deviate from the costs used here by {missed:.0%} in the median. "
             "Measure them with headway probe, and pass --cluster."
         )
-    return tuple(said)
+    return tuple(reasons)
 
 
 # Half widths that covered nine of ten steps of what was never recorded, as shares of the step: the larger ones of two
@@ -82,9 +82,9 @@ class Expectation:
         """Whether the recorded step is shorter than even the shortest that this one may take."""
         return self.recorded_ms < self.step_ms - self.uncertainty_ms
 
-    def like(self, other: Expectation) -> bool:
+    def like(self, reference: Expectation) -> bool:
         """Whether the two cannot be told apart: one lies within the other's uncertainty."""
-        return abs(self.step_ms - other.step_ms) <= max(self.uncertainty_ms, other.uncertainty_ms)
+        return abs(self.step_ms - reference.step_ms) <= max(self.uncertainty_ms, reference.uncertainty_ms)
 
 
 def expected_ms(

@@ -26,7 +26,11 @@ def rank_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[
     if not isinstance(schedule, PipelineSchedule) or len(schedule.ranks) == schedule.stages:
         return peaks_bytes
     return tuple(
-        sum(own for own, at in zip(peaks_bytes, schedule.rank_of_stage, strict=True) if at == rank)
+        sum(
+            stage_bytes
+            for stage_bytes, at in zip(peaks_bytes, schedule.rank_of_stage, strict=True)
+            if at == rank
+        )
         for rank in range(len(schedule.ranks))
     )
 

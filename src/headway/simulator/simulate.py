@@ -197,19 +197,21 @@ def ranks_of(
     for rank, factor in enumerate(factors):
         timelines = recorded.get(rank) or recorded[names[rank % len(names)]]
         first = 0 if rank in recorded else rank // len(names) % draws
-        own = [*timelines[first:], *timelines[:first]]
+        steps = [*timelines[first:], *timelines[:first]]
         if factor != 1.0:
-            own = [timeline.scaled(factor) for timeline in own]
+            steps = [timeline.scaled(factor) for timeline in steps]
         if incidents.slow_share:
             share, slow = incidents.slow_share, incidents.slow_factor
-            own = [each.scaled(slowed(share, slow, 0, rank, step)) for step, each in enumerate(own)]
-        ranks.append([own[0]] * warm_up_steps + own)
+            steps = [
+                timeline.scaled(slowed(share, slow, 0, rank, step)) for step, timeline in enumerate(steps)
+            ]
+        ranks.append([steps[0]] * warm_up_steps + steps)
     return ranks
 
 
 def may_fold(recorded: Recorded) -> bool:
     """Whether rank ``r`` takes the steps of rank ``r`` modulo the number of recorded ranks."""
-    if any(item.members for own in recorded.values() for timeline in own for item in timeline.items):
+    if any(item.members for steps in recorded.values() for timeline in steps for item in timeline.items):
         return False
     return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
 
@@ -352,12 +354,12 @@ class Simulator:
         schedule = decided(strategy, job)
         serving = schedule.serving if isinstance(schedule, BucketSchedule) else EVENLY
         cluster = cluster.with_server_hosts(serving.hosts or 0)
-        known = computation.timelines
+        recorded = computation.timelines
         draws = draws_of(job, strategy, schedule)
-        alike = fold and not computation.rank_factors and not job.incidents.slow_share and may_fold(known)
-        period = played_ranks(cluster, schedule, draws * len(known)) if alike else cluster.world_size
+        alike = fold and not computation.rank_factors and not job.incidents.slow_share and may_fold(recorded)
+        period = played_ranks(cluster, schedule, draws * len(recorded)) if alike else cluster.world_size
         factors = (computation.factor_of(rank) for rank in range(period))
-        ranks = ranks_of(known, draws, factors, computation.warm_up_steps, job.incidents)
+        ranks = ranks_of(recorded, draws, factors, computation.warm_up_steps, job.incidents)
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))

@@ -47,7 +47,7 @@ def eager_one_forward_one_backward(stages: int, micro_batches: int) -> PipelineS
     ValueError for fewer than one stage or micro-batch.
     """
     _check(stages, micro_batches)
-    groups = [range(each, each + 1) for each in range(micro_batches)]
+    groups = [range(micro_batch, micro_batch + 1) for micro_batch in range(micro_batches)]
     return _alternating(groups, [2 * (stages - stage) - 1 for stage in range(stages)], micro_batches)
 
 
@@ -89,15 +89,15 @@ def interleaved(ranks: int, stages_a_rank: int, micro_batches: int) -> PipelineS
     rounds = range(0, micro_batches, ranks)
 
     def of_rank(rank: int) -> Iterator[Action]:
-        own = range(rank, ranks * stages_a_rank, ranks)
-        forward = [(s, m) for first in rounds for s in own for m in range(first, first + ranks)]
-        backward = [(s, m) for first in rounds for s in reversed(own) for m in range(first, first + ranks)]
+        stages = range(rank, ranks * stages_a_rank, ranks)
+        forward = [(s, m) for first in rounds for s in stages for m in range(first, first + ranks)]
+        backward = [(s, m) for first in rounds for s in reversed(stages) for m in range(first, first + ranks)]
         ahead = (
             2 * (ranks - rank - 1) + (stages_a_rank - 1) * ranks + 1 if stages_a_rank > 1 else ranks - rank
         )
         return _in_turn(
-            [[Action(Pass.FORWARD, *each)] for each in forward],
-            [[Action(Pass.BACKWARD, *each)] for each in backward],
+            [[Action(Pass.FORWARD, *place)] for place in forward],
+            [[Action(Pass.BACKWARD, *place)] for place in backward],
             ahead,
         )
 
@@ -116,11 +116,11 @@ def looped(ranks: int, stages_a_rank: int, micro_batches: int) -> PipelineSchedu
     _check(ranks * stages_a_rank, micro_batches)
 
     def of_rank(rank: int) -> Iterator[Action]:
-        own = range(rank, ranks * stages_a_rank, ranks)
-        for stage in own:
-            yield from (Action(Pass.FORWARD, stage, each) for each in range(micro_batches))
-        for stage in reversed(own):
-            yield from (Action(Pass.BACKWARD, stage, each) for each in range(micro_batches))
+        stages = range(rank, ranks * stages_a_rank, ranks)
+        for stage in stages:
+            yield from (Action(Pass.FORWARD, stage, micro_batch) for micro_batch in range(micro_batches))
+        for stage in reversed(stages):
+            yield from (Action(Pass.BACKWARD, stage, micro_batch) for micro_batch in range(micro_batches))
 
     ranked = tuple(tuple(of_rank(rank)) for rank in range(ranks))
     return PipelineSchedule(ranked, micro_batches, receive_buffers=micro_batches)
@@ -136,8 +136,8 @@ def _alternating(groups: Sequence[range], ahead: Sequence[int], micro_batches: i
 
     def of_stage(stage: int) -> Iterator[Action]:
         return _in_turn(
-            [[Action(Pass.FORWARD, stage, each) for each in group] for group in groups],
-            [[Action(Pass.BACKWARD, stage, each) for each in group] for group in groups],
+            [[Action(Pass.FORWARD, stage, micro_batch) for micro_batch in group] for group in groups],
+            [[Action(Pass.BACKWARD, stage, micro_batch) for micro_batch in group] for group in groups],
             ahead[stage],
         )
 

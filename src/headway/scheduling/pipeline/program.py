@@ -116,12 +116,12 @@ def program_of(
 
 def last_backwards(schedule: PipelineSchedule, rank: int, stages: Collection[int]) -> frozenset[Action]:
     """The last whole backward of each of ``stages`` that ``rank`` has."""
-    found = {
+    last_of_stage = {
         action.stage: action
         for action in schedule.ranks[rank]
         if action.kind is Pass.BACKWARD and action.stage in stages
     }
-    return frozenset(found.values())
+    return frozenset(last_of_stage.values())
 
 
 def _program(schedule: PipelineSchedule, rank: int, reducing: frozenset[Action]) -> Iterator[Instruction]:
@@ -138,18 +138,18 @@ def _program(schedule: PipelineSchedule, rank: int, reducing: frozenset[Action])
             yield from queue.until(needed)
             yield Await(needed)
             yield from queue.fill()
-            mine = sent[needed.sender]
-            while mine and mine[0][0] <= places[needed.of]:
-                yield Release(mine.popleft()[1])
-        made = message_of(schedule, action)
-        if made and action in reducing:
-            yield ComputeAndSend(action, made)
+            unreleased = sent[needed.sender]
+            while unreleased and unreleased[0][0] <= places[needed.of]:
+                yield Release(unreleased.popleft()[1])
+        message = message_of(schedule, action)
+        if message and action in reducing:
+            yield ComputeAndSend(action, message)
         else:
             yield action
-        if made:
+        if message:
             if action not in reducing:
-                yield Send(made)
-            sent[made.receiver].append((places[made.needed_by(schedule)], made))
+                yield Send(message)
+            sent[message.receiver].append((places[message.needed_by(schedule)], message))
 
 
 class _Receives:
@@ -157,7 +157,9 @@ class _Receives:
 
     def __init__(self, schedule: PipelineSchedule, sender: int, receiver: int) -> None:
         sent = (message_of(schedule, action) for action in schedule.ranks[sender])
-        self._to_post = deque(each for each in sent if each is not None and each.receiver == receiver)
+        self._to_post = deque(
+            message for message in sent if message is not None and message.receiver == receiver
+        )
         self._posted: set[Message] = set()
         self._most = schedule.receive_buffers
 

@@ -27,7 +27,7 @@ class ReplicatedSchedule:
         ranks = sorted(rank for pipeline in self.pipelines for rank in pipeline)
         if ranks != list(range(len(ranks))):
             raise ValueError("a rank is in no pipeline, or in several")
-        if any(len(own) != len(self.pipeline.ranks) for own in self.pipelines):
+        if any(len(members) != len(self.pipeline.ranks) for members in self.pipelines):
             raise ValueError(f"every pipeline has {len(self.pipeline.ranks)} ranks")
         if len(self.buckets) != self.pipeline.stages:
             raise ValueError(f"buckets of {len(self.buckets)} stages, of {self.pipeline.stages}")

@@ -58,8 +58,8 @@ class PipelineSchedule:
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank that computes each stage."""
-        found = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
-        return tuple(found[stage] for stage in sorted(found))
+        rank_of = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return tuple(rank_of[stage] for stage in sorted(rank_of))
 
     @property
     def stages(self) -> int:
@@ -70,7 +70,7 @@ class PipelineSchedule:
     def transfers(self) -> int:
         """How many messages pass between ranks in one step, activations and gradients."""
         hops = zip(self.rank_of_stage, self.rank_of_stage[1:], strict=False)
-        return 2 * self.micro_batches * sum(one != other for one, other in hops)
+        return 2 * self.micro_batches * sum(sender != receiver for sender, receiver in hops)
 
     @property
     def parts(self) -> str:
@@ -134,8 +134,8 @@ class PipelineSchedule:
                     [Pass.FORWARD, Pass.BACKWARD],
                     [Pass.FORWARD, Pass.INPUT_GRADIENT, Pass.WEIGHT_GRADIENT],
                 ):
-                    said = ", ".join(kind.name for kind in kinds) or "nothing"
-                    raise ValueError(f"micro-batch {micro_batch} goes through stage {stage} as {said}")
+                    passes = ", ".join(kind.name for kind in kinds) or "nothing"
+                    raise ValueError(f"micro-batch {micro_batch} goes through stage {stage} as {passes}")
                 expected += len(kinds)
                 ranks |= {places[Action(kind, stage, micro_batch)] for kind in kinds}
             if len(ranks) > 1:
@@ -229,8 +229,8 @@ def times_without_messages(schedule: PipelineSchedule, duration_of: Callable[[Ac
         order.append(action)
         free[rank] = ends[action]
         at[rank] += 1
-        for other in (rank, *waiting.pop(action, ())):
-            look(other)
+        for waiting_rank in (rank, *waiting.pop(action, ())):
+            look(waiting_rank)
     return IdealTimes(tuple(order), begins, ends)
 
 

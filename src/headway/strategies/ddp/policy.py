@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headway.compression.codec import Codec
 from headway.compression.registry import NamedCodec
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, make_buckets, sent_as, whole
+from headway.scheduling.buckets import BucketSchedule, make_buckets, sent_as, whole_parameter
 from headway.strategies.base import Strategy
 from headway.units import counted
 
@@ -66,7 +66,7 @@ class DistributedDataParallelStrategy(Strategy):
         )
         if kept:
             groups.sort(key=min, reverse=True)
-        buckets = make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
+        buckets = make_buckets([[whole_parameter(parameters[i]) for i in group] for group in groups], model)
         return BucketSchedule(
             tuple(sent_as(each, self.wire_of(each.index), model, job.world_size) for each in buckets)
         )

@@ -97,7 +97,7 @@ def places(
         if replicas == 1 and stages == ranks and len(as_they_are) <= EXACT:
             order = place(
                 [demand.busy_ns] * len(as_they_are),
-                lambda _stage, one, other: ways.message_ns(one, other, demand.message_bytes),
+                lambda _stage, sender, receiver: ways.message_ns(sender, receiver, demand.message_bytes),
                 micro_batches,
             ).workers
         else:
@@ -116,8 +116,8 @@ def passing(cluster: Cluster, ranks: Sequence[int]) -> Callable[[int, int], floa
     ways, host_of_rank = Ways(cluster), cluster.host_of_rank
 
     def passing_ns(stage: int, size_bytes: int) -> float:
-        one, other = (host_of_rank[ranks[at % len(ranks)]] for at in (stage, stage + 1))
-        return max(ways.message_ns(one, other, size_bytes), ways.message_ns(other, one, size_bytes))
+        here, there = (host_of_rank[ranks[at % len(ranks)]] for at in (stage, stage + 1))
+        return max(ways.message_ns(here, there, size_bytes), ways.message_ns(there, here, size_bytes))
 
     return passing_ns
 
@@ -162,23 +162,23 @@ def cut_job(
     )
 
 
-def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
+def _stage(model: CutModel, layer_indices: range, share: float) -> ModelSpec:
     """The model of a stage; parameters that layers of several stages use are in each of them."""
     spec, layers = model.spec, model.layers
     by_name: dict[str, ParameterSpec] = {}
-    for index in own:
+    for index in layer_indices:
         for name in layers[index].parameters:
-            known = model.aliases.get(name, name)
-            by_name.setdefault(known, spec.by_name[known].model_copy(update={"name": name}))
+            canonical = model.aliases.get(name, name)
+            by_name.setdefault(canonical, spec.by_name[canonical].model_copy(update={"name": name}))
     parameters = tuple(by_name.values())
     part = sum(parameter.size_bytes for parameter in parameters) / max(1, spec.size_bytes)
-    kept = sum(layers[index].kept_bytes for index in own)
+    kept = sum(layers[index].kept_bytes for index in layer_indices)
     if not any(layer.kept_bytes for layer in layers):
-        kept = round(spec.activation_bytes * len(own) / len(layers))
+        kept = round(spec.activation_bytes * len(layer_indices) / len(layers))
     return ModelSpec(
         parameters=parameters,
-        forward_order=tuple(layers[index].module for index in own),
-        ready_order=tuple(each.name for each in reversed(parameters)),
+        forward_order=tuple(layers[index].module for index in layer_indices),
+        ready_order=tuple(parameter.name for parameter in reversed(parameters)),
         buffer_bytes=round(spec.buffer_bytes * part),
         frozen_bytes=round(spec.frozen_bytes * part),
         activation_bytes=round(kept * share),
@@ -229,19 +229,19 @@ def _passes(
         items += [Item(Point.USE, name, stage=stage, micro_batch=0) for name in _modules(model, layer)]
         items.append(stretch)
     items.append(forwards[-1])
-    for each in range(1, micro_batches):
-        items += along(Part.FORWARD, each, [sum(layer.forward_ns for layer in layers) + loss_ns])
-    for each in range(micro_batches - 1):
-        items += along(Part.BACKWARD, each, [sum(layer.backward_ns for layer in layers)])
+    for micro_batch in range(1, micro_batches):
+        items += along(Part.FORWARD, micro_batch, [sum(layer.forward_ns for layer in layers) + loss_ns])
+    for micro_batch in range(micro_batches - 1):
+        items += along(Part.BACKWARD, micro_batch, [sum(layer.backward_ns for layer in layers)])
     last = micro_batches - 1
     uses = [model.aliases.get(name, name) for layer in layers for name in layer.parameters]
     stretches = along(Part.BACKWARD, last, [layer.backward_ns for layer in reversed(layers)])
     for layer, stretch in zip(reversed(layers), stretches, strict=True):
         items.append(stretch)
         for name in reversed(layer.parameters):
-            known = model.aliases.get(name, name)
-            uses.remove(known)
-            if known not in uses:
+            canonical = model.aliases.get(name, name)
+            uses.remove(canonical)
+            if canonical not in uses:
                 items.append(Item(Point.READY, name, stage=stage, micro_batch=last))
     items.append(Item(Point.BACKWARD_END, stage=stage, micro_batch=last))
     return items

@@ -24,7 +24,7 @@ class _Same(torch.autograd.Function):
         return gradients[0]
 
 
-def changeable(given: Sequence[Any]) -> tuple[Any, ...]:
+def changeable(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The same tensors in the same memory, as results of an operation where they are leaves with gradients.
 
     Autograd refuses to have leaves changed in place, and a stage's inputs are leaves. Nothing else reads what a stage
@@ -32,10 +32,13 @@ def changeable(given: Sequence[Any]) -> tuple[Any, ...]:
     says so as it does in one process.
     """
     return tuple(
-        _Same.apply(each)  # type: ignore[no-untyped-call]
-        if isinstance(each, torch.Tensor) and each.requires_grad and each.is_leaf and torch.is_grad_enabled()
-        else each
-        for each in given
+        _Same.apply(value)  # type: ignore[no-untyped-call]
+        if isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and value.is_leaf
+        and torch.is_grad_enabled()
+        else value
+        for value in inputs
     )
 
 
@@ -53,18 +56,18 @@ class Cut:
         child = name.partition(".")[0]
         return tuple(stage for stage, children in enumerate(self.stages) if child in children)
 
-    def said(self) -> str:
+    def signature(self) -> str:
         """What all ranks have to agree on."""
         return repr(self.stages)
 
     def module(self, model: nn.Module, stage: int) -> nn.Module:
         """The children of a stage, under their own names."""
-        found = nn.Sequential()
+        stage_module = nn.Sequential()
         for name in self.stages[stage]:
-            found.add_module(name, model.get_submodule(name))
-        found.training = model.training
-        found.register_forward_pre_hook(_make_changeable)
-        return found
+            stage_module.add_module(name, model.get_submodule(name))
+        stage_module.training = model.training
+        stage_module.register_forward_pre_hook(_make_changeable)
+        return stage_module
 
     def arguments(self, stage: int) -> dict[str, Any]:
         """What ``PipelineStage`` is told: torch finds out itself what stages hand on."""
@@ -76,14 +79,14 @@ class Cut:
         del micro_batches
         return (batch,)
 
-    def output(self, given: Any, *, training: bool) -> Any:
+    def output(self, result: Any, *, training: bool) -> Any:
         """What the model would return."""
         del training
-        return given
+        return result
 
 
-def _make_changeable(_stage: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return changeable(given)
+def _make_changeable(_stage: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return changeable(inputs)
 
 
 def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:
@@ -102,22 +105,22 @@ def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:
     begins = _at_points(names, stages, split_points) if split_points else _balanced(model, stages)
     ends = [*begins[1:], len(names)]
     parts = tuple(tuple(names[begin:end]) for begin, end in zip(begins, ends, strict=True))
-    found = Cut(parts, _tied(model))
-    _check_buffers(model, found)
-    return found
+    model_cut = Cut(parts, _tied(model))
+    _check_buffers(model, model_cut)
+    return model_cut
 
 
 def _children(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """All of them in order: ``named_children`` leaves out a module that comes again."""
     modules = model.named_modules(remove_duplicate=False)
-    return [(name, each) for name, each in modules if name and "." not in name]
+    return [(name, module) for name, module in modules if name and "." not in name]
 
 
-def _check_buffers(model: nn.Module, found: Cut) -> None:
+def _check_buffers(model: nn.Module, model_cut: Cut) -> None:
     """Raise UnsupportedError where stages on several ranks would each change a buffer of their own."""
     stages: dict[int, set[int]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        stages.setdefault(id(buffer), set()).update(found.stages_of(name))
+        stages.setdefault(id(buffer), set()).update(model_cut.stages_of(name))
         if len(stages[id(buffer)]) > 1:
             raise UnsupportedError(
                 "several stages share a buffer", got=name, expected="buffers that one stage has",
@@ -134,7 +137,7 @@ def _at_points(names: Sequence[str], stages: int, points: Sequence[str]) -> list
             fix="Modules inside of them need example_batch." * any("." in point for point in unknown),
         )  # fmt: skip
     begins = [0, *(names.index(point) for point in points)]
-    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+    if len(begins) != stages or any(earlier >= later for earlier, later in pairwise(begins)):
         raise PlanError(
             "the plan's split_points do not cut the model into as many stages as there are ranks",
             got=", ".join(points), expected=f"{stages - 1} children but the first, in their order",
@@ -148,16 +151,16 @@ def _balanced(model: nn.Sequential, stages: int) -> list[int]:
     for name, child in _children(model):
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
         layers.append(SplitLayer(name, size_bytes + 1.0, 2.0 * size_bytes + 1.0, size_bytes, cut_bytes=0))
-    found = split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0)
-    if not found:
+    splits = split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0)
+    if not splits:
         raise PlanError(
             "the model has fewer children than there are stages", got=f"{len(layers)}", expected=f"at least {stages}",
         )  # fmt: skip
-    return [0, *found[0].ends[:-1]]
+    return [0, *splits[0].ends[:-1]]
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(own) for own in names.values() if len(own) > 1)
+    return tuple(tuple(aliases) for aliases in names.values() if len(aliases) > 1)

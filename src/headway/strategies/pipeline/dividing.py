@@ -111,12 +111,12 @@ class Call:
         return _of_kind(kind, self.__dict__["_uses"])
 
 
-def _of_kind(kind: type[Any], found: Iterable[Any]) -> Iterator[Any]:
-    for each in found:
-        if isinstance(each, kind):
-            yield each
-        elif isinstance(each, slice):
-            yield from _of_kind(kind, (each.start, each.stop, each.step))
+def _of_kind(kind: type[Any], values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, slice):
+            yield from _of_kind(kind, (value.start, value.stop, value.step))
 
 
 @dataclass
@@ -135,8 +135,8 @@ class Recording:
 
     def outputs(self) -> tuple[Value, ...]:
         """The tensors that it returns, each once."""
-        found = leaves(self.output)
-        return tuple(dict.fromkeys(each for each in found if isinstance(each, Value)))
+        output_leaves = leaves(self.output)
+        return tuple(dict.fromkeys(leaf for leaf in output_leaves if isinstance(leaf, Value)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,25 +151,25 @@ class Program:
     outputs: tuple[Value, ...]
     hands_on: tuple[Like, ...] = ()
 
-    def run(self, module: nn.Module, given: Sequence[torch.Tensor], device: torch.device) -> Any:
+    def run(self, module: nn.Module, inputs: Sequence[torch.Tensor], device: torch.device) -> Any:
         """Carry it out on the submodules, parameters and buffers of ``module``.
 
         Returns one tensor, or a tuple of several. Tensors that only go through are handed on as views: a stage's inputs
         have their own gradients.
         """
-        held: dict[Value, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
+        held: dict[Value, torch.Tensor] = dict(zip(self.inputs, inputs, strict=True))
 
-        def filled(each: Any) -> Any:
-            match each:
+        def filled(item: Any) -> Any:
+            match item:
                 case Value():
-                    return held[each]
+                    return held[item]
                 case Attribute(name):
-                    owner, _, own = name.rpartition(".")
-                    return getattr(module.get_submodule(owner), own)
+                    owner, _, attribute = name.rpartition(".")
+                    return getattr(module.get_submodule(owner), attribute)
                 case Submodule(name, method):
-                    found = module.get_submodule(name)
-                    return getattr(found, method) if method else found
-            return each
+                    submodule = module.get_submodule(name)
+                    return getattr(submodule, method) if method else submodule
+            return item
 
         for call, done in zip(self.calls, self._done_with(), strict=True):
             target = filled(call.target)
@@ -179,8 +179,8 @@ class Program:
                 tensors = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
                 held.update(zip(call.gives, tensors, strict=True))
             del result
-            for each in done:
-                del held[each]
+            for item in done:
+                del held[item]
         outputs = tuple(self._handed_on(value, held[value]) for value in self.outputs)
         for like, tensor in zip(self.hands_on, outputs, strict=False):
             if (like.shape, like.dtype) != (tuple(tensor.shape), tensor.dtype) or is_fake(tensor):
@@ -194,17 +194,17 @@ class Program:
 
     def _done_with(self) -> list[tuple[Value, ...]]:
         """The values that nothing needs any more after each call."""
-        found = self.__dict__.get("_done")
-        if found is None:
+        last_uses = self.__dict__.get("_done")
+        if last_uses is None:
             later: set[Value] = {*self.outputs}
-            found = []
+            last_uses = []
             for call in reversed(self.calls):
                 here = {*call.uses(Value), *call.gives}
-                found.append(tuple(sorted(here - later, key=lambda each: each.number)))
+                last_uses.append(tuple(sorted(here - later, key=lambda value: value.number)))
                 later |= here
-            found.reverse()
-            self.__dict__["_done"] = found
-        return found
+            last_uses.reverse()
+            self.__dict__["_done"] = last_uses
+        return last_uses
 
 
 _SHOWN = 16
@@ -234,27 +234,27 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
     inputs: list[tuple[Value, ...]] = []
     shares: list[tuple[Call, ...]] = []
     for span in reversed(spans):
-        own = [calls[at] for at in span]
-        repeated = _needed_again(own, needed if span is spans[-1] else set(), again, makers)
-        share = (*(each for each in repeated if each not in own), *own)
-        made = {value for call in share for value in call.gives}
+        stage_calls = [calls[at] for at in span]
+        repeated = _needed_again(stage_calls, needed if span is spans[-1] else set(), again, makers)
+        share = (*(call for call in repeated if call not in stage_calls), *stage_calls)
+        produced = {value for call in share for value in call.gives}
         used = {value for call in share for value in call.uses(Value)}
-        needed = {each for each in (needed | used) - made if makers.get(each) not in again}
-        inputs.append(tuple(sorted(needed, key=lambda each: each.number)))
+        needed = {value for value in (needed | used) - produced if makers.get(value) not in again}
+        inputs.append(tuple(sorted(needed, key=lambda value: value.number)))
         shares.append(tuple(share))
     inputs.reverse()
     shares.reverse()
     inputs[0] = recording.inputs
     outputs = [*inputs[1:], recording.outputs()]
     for input_, share in zip(inputs[1:], shares[1:], strict=True):
-        changed = next((each for each in share if len(set(each.changes) & set(input_)) > 1), None)
+        changed = next((call for call in share if len(set(call.changes) & set(input_)) > 1), None)
         if changed is not None:
             raise UnsupportedError(
                 "a stage would change in place what it has received together with a tensor of the same memory",
                 got=getattr(changed.target, "__name__", "") or getattr(changed.target, "name", "a call"),
                 fix="Split elsewhere, or compute out of place.",
             )  # fmt: skip
-    boundaries = [tuple(recording.likes[each] for each in out) for out in outputs[:-1]]
+    boundaries = [tuple(recording.likes[value] for value in out) for out in outputs[:-1]]
     programs = map(Program, inputs, shares, outputs, [*boundaries, ()])
     return Divided(tuple(programs), tuple(boundaries))
 
@@ -262,7 +262,7 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
 def _computed_again(recording: Recording) -> Sequence[Call]:
     """The calls that any stage can make by itself."""
     fresh: set[Value] = set()
-    found = []
+    repeatable = []
     for call in recording.calls:
         by_itself = not isinstance(call.target, Submodule) and not call.draws
         if (
@@ -276,22 +276,22 @@ def _computed_again(recording: Recording) -> Sequence[Call]:
         if call.mutates or not call.gives:
             return ()
         fresh.update(call.gives)
-        found.append(call)
-    return found
+        repeatable.append(call)
+    return repeatable
 
 
 def _needed_again(
-    own: Sequence[Call], more: set[Value], again: Sequence[Call], makers: dict[Value, Call]
+    stage_calls: Sequence[Call], more: set[Value], again: Sequence[Call], makers: dict[Value, Call]
 ) -> list[Call]:
-    """Which of ``again`` a stage of the calls ``own`` needs, in their order."""
-    wanted, left = set[Call](), [*(value for call in own for value in call.uses(Value)), *more]
+    """Which of ``again`` a stage of the calls ``stage_calls`` needs, in their order."""
+    wanted, left = set[Call](), [*(value for call in stage_calls for value in call.uses(Value)), *more]
     while left:
         call = makers.get(left.pop())
         if call is None or call not in again or call in wanted:
             continue
         wanted.add(call)
         left += call.uses(Value)
-    return [each for each in again if each in wanted]
+    return [call for call in again if call in wanted]
 
 
 # Where stages begin ---------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def at_points(model: nn.Module, recording: Recording, points: Sequence[str], sta
                 expected=f"one that it calls, as {_listed(inner or called(recording))}",
             )  # fmt: skip
     begins = [0, *(recording.begins[point] for point in points)]
-    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+    if len(begins) != stages or any(earlier >= later for earlier, later in pairwise(begins)):
         raise PlanError(
             "the plan's split_points do not cut the model into as many stages as there are ranks",
             got=", ".join(points) or "none",
@@ -336,7 +336,7 @@ def at_points(model: nn.Module, recording: Recording, points: Sequence[str], sta
 def at_marks(model: nn.Module, recording: Recording, stages: int) -> list[int]:
     """The same for calls of ``pipe_split``."""
     begins = [0, *recording.marks]
-    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+    if len(begins) != stages or any(earlier >= later for earlier, later in pairwise(begins)):
         raise PlanError(
             "the model's calls of pipe_split() do not cut it into as many stages as there are ranks",
             got=f"{len(recording.marks)} calls", expected=f"{stages - 1}, with computation between them",
@@ -381,8 +381,8 @@ def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:
                 "", size_bytes + 1.0, 2.0 * size_bytes + 1.0, size_bytes, cut_bytes=0 if is_place else None
             )
         )
-    for found in split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0):
-        return [names[end - 1] for end in found.ends[:-1]]
+    for best in split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0):
+        return [names[end - 1] for end in best.ends[:-1]]
     raise PlanError(
         "the model has too few places where one tensor is handed on to be cut into as many stages as there are ranks",
         got=type(model).__name__, expected=f"{stages} stages",
@@ -393,7 +393,7 @@ def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:
 def largest(model: nn.Module, recording: Recording, passed_over: set[str]) -> tuple[str, float]:
     """The module with most of the model's parameters that is called as one and could be looked into, and its share."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) or 1
-    found = ("", 0.0)
+    best = ("", 0.0)
     for call in recording.calls:
         if not isinstance(call.target, Submodule) or call.target.name in passed_over:
             continue
@@ -401,31 +401,31 @@ def largest(model: nn.Module, recording: Recording, passed_over: set[str]) -> tu
         if type(module).__module__.startswith("torch.") or not any(module.children()):
             continue
         share = sum(_sizes(model, [call]).values()) / total
-        found = max(found, (call.target.name, share), key=lambda each: each[1])
-    return found
+        best = max(best, (call.target.name, share), key=lambda candidate: candidate[1])
+    return best
 
 
 def _handed_on(recording: Recording, begin: int) -> int:
     """How many tensors with gradients a stage would be given that begins there."""
-    given = divide(recording, [0, begin]).boundaries[0]
-    return sum(each.requires_grad for each in given)
+    boundary = divide(recording, [0, begin]).boundaries[0]
+    return sum(like.requires_grad for like in boundary)
 
 
 def _sizes(model: nn.Module, calls: Sequence[Call]) -> dict[int, int]:
     """Bytes of the parameters that calls use, by their ids."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for call in calls:
-        own = [model.get_submodule(use.name).parameters() for use in call.uses(Submodule)]
-        for parameters in own:
-            found.update(
+        parameter_lists = [model.get_submodule(use.name).parameters() for use in call.uses(Submodule)]
+        for parameters in parameter_lists:
+            sizes.update(
                 {id(parameter): parameter.numel() * parameter.element_size() for parameter in parameters}
             )
         for attribute in call.uses(Attribute):
             owner, _, name = attribute.name.rpartition(".")
-            each = getattr(model.get_submodule(owner), name)
-            if isinstance(each, nn.Parameter):
-                found[id(each)] = each.numel() * each.element_size()
-    return found
+            tensor = getattr(model.get_submodule(owner), name)
+            if isinstance(tensor, nn.Parameter):
+                sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+    return sizes
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -69,10 +69,10 @@ def by_speed(apart: Matrix) -> Order:
     count = len(apart)
     group_of = [[host] for host in range(count)]
     both = np.maximum(apart, apart.T)
-    ones, others = np.triu_indices(count, 1)
-    for pair in np.argsort(both[ones, others], kind="stable").tolist():
-        one, other = int(ones[pair]), int(others[pair])
-        first, second = group_of[one], group_of[other]
+    rows, columns = np.triu_indices(count, 1)
+    for pair in np.argsort(both[rows, columns], kind="stable").tolist():
+        left, right = int(rows[pair]), int(columns[pair])
+        first, second = group_of[left], group_of[right]
         if first is second:
             continue
         joints = {
@@ -106,14 +106,14 @@ def improved(starts: Sequence[Order], cost: Callable[[Order], float], looks: int
         here, better = cost(at), True
         while better and looks > 0:
             better = False
-            for one, other in combinations(range(len(at)), 2):
+            for left, right in combinations(range(len(at)), 2):
                 swapped = list(at)
-                swapped[one], swapped[other] = swapped[other], swapped[one]
-                turned = (*at[:one], *at[one : other + 1][::-1], *at[other + 1 :])
+                swapped[left], swapped[right] = swapped[right], swapped[left]
+                turned = (*at[:left], *at[left : right + 1][::-1], *at[right + 1 :])
                 for changed in dict.fromkeys((tuple(swapped), turned)):
                     looks -= 1
-                    if (found := cost(changed)) < here * (1 - 1e-9):
-                        at, here, better = changed, found, True
+                    if (changed_cost := cost(changed)) < here * (1 - 1e-9):
+                        at, here, better = changed, changed_cost, True
         kicks += 1
         if here < least * (1 - 1e-9):
             best, least, kicks = at, here, 0
@@ -129,9 +129,9 @@ class _StepCosts:
 
     def __init__(self, cluster: Cluster, pipelines: Sequence[Sequence[int]], demand: StageDemand) -> None:
         ways, places = Ways(cluster), range(len(cluster.hosts))
-        self._gbps = np.array([[ways.gbps(one, other) for other in places] for one in places])
+        self._gbps = np.array([[ways.gbps(source, target) for target in places] for source in places])
         self._latency_ns = 1e3 * np.array(
-            [[ways.latency_us(one, other) for other in places] for one in places]
+            [[ways.latency_us(source, target) for target in places] for source in places]
         )
         self._up = np.array([host.up_gbps for host in cluster.hosts])
         self._down = np.array([host.down_gbps for host in cluster.hosts])
@@ -147,8 +147,8 @@ class _StepCosts:
         follows = np.roll(hosts, -1, axis=1)
         there, here = (follows, hosts) if demand.loops else (follows[:, :-1], hosts[:, :-1])
         forth_ns, back_ns = (
-            self._latency_ns[one, other] + 8 * demand.message_bytes / self._shared(one, other)
-            for one, other in ((here, there), (there, here))
+            self._latency_ns[source, target] + 8 * demand.message_bytes / self._shared(source, target)
+            for source, target in ((here, there), (there, here))
         )
         once_ns = float((forth_ns + back_ns).sum(axis=1).max())
         busiest_ns = max(demand.busy_ns, float(forth_ns.max()), float(back_ns.max()))
@@ -253,7 +253,7 @@ def _exactly(costs: _Costs) -> Placement:
     }
     for stage in range(1, count):
         longer: dict[tuple[frozenset[int], int], list[Placement]] = {}
-        for (used, at), own in paths.items():
+        for (used, at), kept in paths.items():
             for worker in set(range(count)) - used:
                 there, back = (
                     costs.hop_ns(stage - 1, at, worker),
@@ -261,7 +261,7 @@ def _exactly(costs: _Costs) -> Placement:
                 )
                 busy = costs.stage_ns(stage, worker)
                 ends = longer.setdefault((used | {worker}, worker), [])
-                for path in own:
+                for path in kept:
                     _keep(
                         ends,
                         Placement(
@@ -271,12 +271,14 @@ def _exactly(costs: _Costs) -> Placement:
                         ),
                     )
         paths = longer
-    return min((each for own in paths.values() for each in own), key=lambda p: (costs.step_ns(p), p.workers))
+    return min(
+        (path for kept in paths.values() for path in kept), key=lambda p: (costs.step_ns(p), p.workers)
+    )
 
 
 def _keep(paths: list[Placement], new: Placement) -> None:
     """Add ``new`` unless another is no worse in both times; drop those that it is no worse than."""
-    if any(each.once_ns <= new.once_ns and each.bottleneck_ns <= new.bottleneck_ns for each in paths):
+    if any(path.once_ns <= new.once_ns and path.bottleneck_ns <= new.bottleneck_ns for path in paths):
         return
     paths[:] = [
         path for path in paths if path.once_ns < new.once_ns or path.bottleneck_ns < new.bottleneck_ns
@@ -288,11 +290,11 @@ def _locally(costs: _Costs) -> Placement:
     count = len(costs.busy_ns)
     starts = [tuple(range(count)), *(_greedy(costs, first) for first in range(count))]
     starts = sorted(dict.fromkeys(starts), key=lambda workers: costs.step_ns(costs.of(workers)))[:4]
-    found = (
+    orders = (
         improved([start], lambda workers: costs.step_ns(costs.of(workers)), MOST_LOOKS // 4)
         for start in starts
     )
-    return min(map(costs.of, found), key=costs.step_ns)
+    return min(map(costs.of, orders), key=costs.step_ns)
 
 
 def _greedy(costs: _Costs, first: int) -> tuple[int, ...]:

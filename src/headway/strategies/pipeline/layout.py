@@ -57,20 +57,20 @@ def lay_out_update(
     out where the optimizer first steps. Returns what is left of it. Gradients are clipped by the norm of all stages,
     for which each is brought whole.
     """
-    first, *others = replicas
+    first, *rest = replicas
     for item in items:
         match item.kind:
             case Point.STEP:
-                for each in replicas:
-                    each.optimizer(cursor, optimizer_ns // len(replicas))
+                for replica in replicas:
+                    replica.optimizer(cursor, optimizer_ns // len(replicas))
                 optimizer_ns = 0
             case Part.OPTIMIZER:
                 pass
             case Part.READ:
-                whole = item._replace(name=Read.LOOK) if item.name == Read.CLIP else item
-                first.read(cursor, whole)
-                for each in others:
-                    each.read(cursor, whole._replace(duration_ns=0))
+                read_item = item._replace(name=Read.LOOK) if item.name == Read.CLIP else item
+                first.read(cursor, read_item)
+                for replica in rest:
+                    replica.read(cursor, read_item._replace(duration_ns=0))
             case Part.FINALIZE:
                 first.finalize(cursor, item.duration_ns)
             case _ if item.kind in COMPUTED:
@@ -169,7 +169,9 @@ class PipelineLayout:
             for pipeline in pipelines or [range(len(schedule.ranks))]
             for at, rank in enumerate(pipeline)
         }
-        self._stages = [sorted({action.stage for action in own} & replicas.keys()) for own in schedule.ranks]
+        self._stages = [
+            sorted({action.stage for action in actions} & replicas.keys()) for actions in schedule.ranks
+        ]
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step of a rank: what it computes first, its program, the update."""
@@ -251,14 +253,14 @@ class RecordedLayout:
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step as it stood."""
-        asked: dict[MessageEnd, int] = {}
+        transfers: dict[MessageEnd, int] = {}
         awaited: list[int] = []  # since the last computation, which will wait for them
         for item in timeline.items:
             if item.kind == Point.MESSAGE and item.message:
-                asked[item.message] = self._ask(cursor, item, item.message, awaited)
+                transfers[item.message] = self._ask(cursor, item, item.message, awaited)
             elif item.kind == Point.ARRIVED and item.message:
-                self._graph.wait(cursor, item.name, asked[item.message])
-                awaited.append(asked[item.message])
+                self._graph.wait(cursor, item.name, transfers[item.message])
+                awaited.append(transfers[item.message])
             elif item.kind in COMPUTED and item.duration_ns:
                 self._graph.compute(cursor, item.kind, item.duration_ns)
                 awaited.clear()

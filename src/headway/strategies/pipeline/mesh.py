@@ -64,7 +64,7 @@ class MeshStrategy(Strategy):
                     "pipelines with this decoupled all-reduce within stages can be trained, not replayed",
                     got=self.describe(), expected="an order other than the recorded one, and neither tune nor adapt",
                 )  # fmt: skip
-        elif any(isinstance(each, Codec) and not isinstance(each, Cast) for each in data.wire):
+        elif any(isinstance(transform, Codec) and not isinstance(transform, Cast) for transform in data.wire):
             raise PlanError(
                 "pipelines with compressed gradients within stages can be trained, not replayed",
                 got=data.describe(), expected="ddp along data that sends gradients as they are, or cast",

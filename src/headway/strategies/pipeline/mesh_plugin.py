@@ -53,12 +53,12 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
 
     def footprint(self, job: Job, schedule: ReplicatedSchedule, stage: int) -> Footprint:
         """That of the pipeline, and the buckets of the stage."""
-        own = PIPELINES.footprint(job, schedule.pipeline, stage)
+        pipeline_footprint = PIPELINES.footprint(job, schedule.pipeline, stage)
         replicas = Job.of(job.stages[stage], len(schedule.pipelines))
         reduced = plugins()[schedule.reduced_by].footprint(replicas, schedule.buckets[stage], 0)
         return replace(
-            own,
-            buffers_bytes=own.buffers_bytes + reduced.buffers_bytes,
+            pipeline_footprint,
+            buffers_bytes=pipeline_footprint.buffers_bytes + reduced.buffers_bytes,
             state_bytes=reduced.state_bytes,
             gradients_apart=reduced.gradients_apart,
             updated_share=reduced.updated_share,
@@ -117,11 +117,11 @@ class _Injection(ScheduleInjection[MeshStrategy]):
         for stage, module in steps.modules.items():
             if not any(parameter.requires_grad for parameter in module.parameters()):
                 continue  # DDP does not wrap it
-            found = plugin_of(strategy.data).recognise(module)
-            if found is None or not _is_in_force(strategy, found.options):
+            wrapper = plugin_of(strategy.data).recognise(module)
+            if wrapper is None or not _is_in_force(strategy, wrapper.options):
                 raise PlanError(
                     f"stage {stage} is not trained by its replicas as planned",
-                    got=f"no {strategy.data.name}" if found is None else f"{dict(found.options)}",
+                    got=f"no {strategy.data.name}" if wrapper is None else f"{dict(wrapper.options)}",
                     expected=strategy.data.describe(),
                     fix="Wrap stages as the recorded script did, or plan again from a recording of this script.",
                 )

@@ -14,46 +14,46 @@ from headway.scheduling.pipeline.schedule import Action, Pass
 from headway.strategies.pipeline.stage_times import StageTimes, micro_batches
 
 
-def unlike(one: Job, other: Job) -> tuple[str, str, str] | None:
+def first_difference(first: Job, second: Job) -> tuple[str, str, str] | None:
     """What two recordings of a pipeline differ in besides the number of micro-batches, with what each has; or None.
 
     That they train on batches of one size is seen from what stages hand on: of all micro-batches together as much.
     """
     for what, of in _COMPARED:
-        mine, others = of(one), of(other)
-        if mine != others:
-            return what, mine, others
+        in_first, in_second = of(first), of(second)
+        if in_first != in_second:
+            return what, in_first, in_second
     return None
 
 
-def _stages_said(job: Job) -> str:
+def _describe_stages(job: Job) -> str:
     return ", ".join(
         f"{len(stage.parameters)} parameters in {stage.size_bytes} bytes ({stage.fingerprint})"
         for stage in job.stages
     )
 
 
-def _places_said(job: Job) -> str:
+def _describe_ranks(job: Job) -> str:
     """The stages of every rank."""
-    found = {
+    stages_of_rank = {
         rank: sorted({action.stage for action in StageTimes.of(timeline[0]).passes_ns})
         for rank, timeline in job.steps.timelines.items()
     }
-    return ", ".join(f"{stages} on rank {rank}" for rank, stages in sorted(found.items()))
+    return ", ".join(f"{stages} on rank {rank}" for rank, stages in sorted(stages_of_rank.items()))
 
 
-def _handed_on_said(job: Job) -> str:
-    return ", ".join(f"{micro_batches(job.steps) * each} bytes" for each in job.boundary_bytes)
+def _describe_messages(job: Job) -> str:
+    return ", ".join(f"{micro_batches(job.steps) * size_bytes} bytes" for size_bytes in job.boundary_bytes)
 
 
 _COMPARED: tuple[tuple[str, Callable[[Job], str]], ...] = (
     ("the world size", lambda job: f"{job.world_size} workers"),
     ("the mesh", lambda job: f"{dict(job.mesh) or 'one pipeline'}"),
     ("the number of stages", lambda job: f"{len(job.stages)} stages"),
-    ("the parameters of stages", _stages_said),
-    ("the ranks of stages", _places_said),
+    ("the parameters of stages", _describe_stages),
+    ("the ranks of stages", _describe_ranks),
     ("the optimizer", lambda job: ", ".join(job.optimizers.names) or "none"),
-    ("the batch, by what stages hand on of all of it", _handed_on_said),
+    ("the batch, by what stages hand on of all of it", _describe_messages),
 )
 
 
@@ -72,14 +72,14 @@ def counts_between(recorded: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class Between:
+class Interpolated:
     """A job with a number of micro-batches that was not recorded; its computation may be off by ``share``."""
 
     job: Job
     share: float
 
 
-def between(fewer: Job, more: Job, count: int) -> Between:
+def interpolated(fewer: Job, more: Job, count: int) -> Interpolated:
     """The job of ``count`` micro-batches, between two that were recorded.
 
     A pass takes, and a stage holds, a constant and so much a sample: both are affine in the size of a micro-batch,
@@ -88,7 +88,7 @@ def between(fewer: Job, more: Job, count: int) -> Between:
     """
     ends = micro_batches(fewer.steps), micro_batches(more.steps)
     assert ends[0] < count < ends[1]
-    mixed = _Mixed(*ends, count)
+    mixed = _Interpolation(*ends, count)
     timelines: dict[int, tuple[Timeline, ...]] = {}
     share = 0.0
     for rank, timeline in fewer.steps.timelines.items():
@@ -98,11 +98,13 @@ def between(fewer: Job, more: Job, count: int) -> Between:
     stages = tuple(map(mixed.model, fewer.stages, more.stages))
     boundary_bytes = tuple(map(mixed.number, fewer.boundary_bytes, more.boundary_bytes))
     steps = Computation(timelines, fewer.steps.warm_up_steps)
-    return Between(replace(fewer, stages=stages, computation=steps, boundary_bytes=boundary_bytes), share)
+    return Interpolated(
+        replace(fewer, stages=stages, computation=steps, boundary_bytes=boundary_bytes), share
+    )
 
 
 @dataclass(frozen=True)
-class _Mixed:
+class _Interpolation:
     """What lies between ``fewer`` micro-batches and ``more``."""
 
     fewer: int
@@ -129,8 +131,8 @@ class _Mixed:
                     points = near.first if part == Part.FORWARD else near.last
                     at = 0 if part == Part.FORWARD else self.count - 1
                     if number == at and (block := points.get(stage)) is not None:
-                        own = block.scaled(self.number(*pair) / max(1, block.duration_ns))
-                        items += own.of_micro_batch(number).items
+                        scaled = block.scaled(self.number(*pair) / max(1, block.duration_ns))
+                        items += scaled.of_micro_batch(number).items
                     else:
                         items.append(
                             Item(part, duration_ns=self.number(*pair), stage=stage, micro_batch=number)
@@ -182,4 +184,6 @@ class _Mixed:
         self, fewer: StageMemory | HalvedBackward, more: StageMemory | HalvedBackward
     ) -> dict[str, object]:
         both = ((name, getattr(fewer, name), getattr(more, name)) for name in type(fewer).model_fields)
-        return {name: self.number(one, other) for name, one, other in both if type(one) is int}
+        return {
+            name: self.number(in_fewer, in_more) for name, in_fewer, in_more in both if type(in_fewer) is int
+        }

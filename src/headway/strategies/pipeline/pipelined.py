@@ -24,38 +24,42 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.traced import TracedCut, traced_cut
 from headway.torch_private.pipelining import PipelineSteps, left_to_torch, merge_outputs_by, tensors_in
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
-def differing(said: str, device: torch.device) -> int | None:
+def first_differing_rank(description: str, device: torch.device) -> int | None:
     """The first rank that says something else than rank 0; None where all say the same. Every rank calls it."""
-    own = torch.frombuffer(bytearray(hashlib.sha256(said.encode()).digest()), dtype=torch.int64).to(device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
+    digest = torch.frombuffer(bytearray(hashlib.sha256(description.encode()).digest()), dtype=torch.int64).to(
+        device
+    )
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    return next(
+        (rank for rank, rank_digest in enumerate(digests) if not torch.equal(rank_digest, digests[0])), None
+    )
 
 
-def together(
-    what: str, make: Callable[[], Made], describe: Callable[[Made], str], device: torch.device
-) -> Made:
+def made_alike(what: str, make: Callable[[], T], describe: Callable[[T], str], device: torch.device) -> T:
     """What ``make`` makes on this rank. Raises UserError on all ranks where it does on one, or makes something else.
 
     ``what`` says of an error on other ranks what they disagree about.
     """
     failure: UserError | None = None
     try:
-        made = make()
-        said = f"made {describe(made)}"
+        result = make()
+        outcome = f"made {describe(result)}"
     except UserError as error:
-        failure, said = error, f"refused {error}"
-    other = differing(said, device)
+        failure, outcome = error, f"refused {error}"
+    differing_rank = first_differing_rank(outcome, device)
     if failure is not None:
         raise failure
-    if other is not None:
+    if differing_rank is not None:
         raise UserError(
-            what, got=f"an error, or something else, on rank {other} or rank 0", fix="Read what it says."
+            what,
+            got=f"an error, or something else, on rank {differing_rank} or rank 0",
+            fix="Read what it says.",
         )
-    return made
+    return result
 
 
 class Evaluation:
@@ -132,15 +136,15 @@ def _clipped(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, _error_if_nonfinite: bool
 ) -> torch.Tensor | None:
     """The norm over all stages; None for parameters of none. Raises UnsupportedError for some of a stage's alone."""
-    given = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}
     for model in list(_models):
-        own = {id(each) for each in model.own_parameters}
-        if own.isdisjoint(given):
+        stage_ids = {id(parameter) for parameter in model.own_parameters}
+        if stage_ids.isdisjoint(ids):
             continue
-        if norm_type != 2 or own != given:
+        if norm_type != 2 or stage_ids != ids:
             raise UnsupportedError(
                 "gradients of a pipeline can be clipped by the 2-norm of all of them alone",
-                got=f"{len(own & given)} of the {len(own)} parameters of a stage, norm_type={norm_type:g}",
+                got=f"{len(stage_ids & ids)} of the {len(stage_ids)} parameters of a stage, norm_type={norm_type:g}",
                 fix="Call clip_grad_norm_(max_norm) of the model.",
             )
         return model.clip_grad_norm_(max_norm)
@@ -185,16 +189,18 @@ class PipelinedModel(nn.Module):
         self._micro_batches = strategy.count()
         self._place = placement or Placement.of_all_ranks()
         self._rank, self._ranks = self._place.stage, self._place.stages  # of this pipeline
-        state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
-        self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
-        self._device = next((each.device for each in state.values()), torch.device("cpu"))
+        state = {
+            name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)
+        }
+        self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+        self._device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
         _check_alike(self._like, self._device)
         _check_messages(self._device, self._place.group)
         self._cut = self._agreed_cut(model, strategy.split_points, example)
         self._have_begun = False
         self._targeted = True
-        for each in state.values():
-            dist.broadcast(each, 0)
+        for tensor in state.values():
+            dist.broadcast(tensor, 0)
         self.stage = self._cut.module(model, self._rank)
         self._loss_fn = loss_fn
         self._shared = self._shared_parameters()
@@ -213,8 +219,10 @@ class PipelinedModel(nn.Module):
         watch_clipping(self)
 
     def _made_stage(self, module: nn.Module) -> PipelineStage:
-        told = self._cut.arguments(self._rank)
-        return PipelineStage(module, self._rank, self._ranks, self._device, group=self._place.group, **told)
+        arguments = self._cut.arguments(self._rank)
+        return PipelineStage(
+            module, self._rank, self._ranks, self._device, group=self._place.group, **arguments
+        )
 
     def forward(self, *_: Any) -> torch.Tensor:
         """Raise UserError: a rank has one stage."""
@@ -246,7 +254,7 @@ class PipelinedModel(nn.Module):
         self._replicas.begin_step(samples)
         losses: list[torch.Tensor] = []
         # Gradients of earlier batches have been added up among stages already.
-        earlier = [(each, each.grad) for each, _ in self._shared if each.grad is not None]
+        earlier = [(parameter, parameter.grad) for parameter, _ in self._shared if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
         if self._rank == 0:
@@ -261,7 +269,7 @@ class PipelinedModel(nn.Module):
         self._sum_shared()
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros(())
+        loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros(())
         return self._replicas.mean_of(loss.to(self._device, torch.float64))
 
     @runtime.among("an evaluation")
@@ -284,8 +292,8 @@ class PipelinedModel(nn.Module):
                 output = self._evaluation.of(inputs)
                 return self._cut.output(output, training=False) if self._rank == self._ranks - 1 else None
         finally:
-            for each, training in modes:
-                each.training = training
+            for module, training in modes:
+                module.training = training
 
     def _agreed_cut(self, model: nn.Module, points: Sequence[str], example: Any) -> Cut | TracedCut:
         """The stages of all ranks. Raises UserError on every rank where there are none on one."""
@@ -295,8 +303,11 @@ class PipelinedModel(nn.Module):
                 return cut(model, self._ranks, points)
             return traced_cut(model, self._ranks, points, example, self._micro_batches, self._device)
 
-        return together(
-            "ranks would cut the model into other stages", cut_it, lambda found: found.said(), self._device
+        return made_alike(
+            "ranks would cut the model into other stages",
+            cut_it,
+            lambda model_cut: model_cut.signature(),
+            self._device,
         )
 
     def _inputs(self, batch: Any, *, in_agreement: bool) -> tuple[torch.Tensor, ...]:
@@ -311,14 +322,14 @@ class PipelinedModel(nn.Module):
 
         if not in_agreement:
             return of_batch()
-        return together("ranks do not train on the batch", of_batch, lambda _: "", self._device)
+        return made_alike("ranks do not train on the batch", of_batch, lambda _: "", self._device)
 
     def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         # torch would divide all gradients behind the last backward: those of earlier batches once more, and those that
         # replicas have not yet added up before they have.
-        given = target if self._targeted else None
-        found = self._loss_fn(self._cut.output(output, training=self.stage.training), given)
-        return found / self._micro_batches
+        own_target = target if self._targeted else None
+        loss = self._loss_fn(self._cut.output(output, training=self.stage.training), own_target)
+        return loss / self._micro_batches
 
     @property
     def own_parameters(self) -> list[nn.Parameter]:
@@ -328,42 +339,42 @@ class PipelinedModel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
         counted_elsewhere = {id(parameter) for parameter, (first, _) in self._shared if first != self._rank}
-        own = [each for each in self.stage.parameters() if each.grad is not None]
+        parameters = [parameter for parameter in self.stage.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        for each in own:
-            if id(each) not in counted_elsewhere:
-                assert each.grad is not None
-                square += each.grad.double().norm() ** 2
+        for parameter in parameters:
+            if id(parameter) not in counted_elsewhere:
+                assert parameter.grad is not None
+                square += parameter.grad.double().norm() ** 2
         dist.all_reduce(square, group=self._place.group)
         norm = square.sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1:
-            for each in own:
-                assert each.grad is not None
-                each.grad.mul_(scale)
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(scale)
         return norm
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The state of the whole model, as its ``state_dict`` would have it, on every rank."""
-        own = self.stage.state_dict()
-        found = {}
+        stage_state = self.stage.state_dict()
+        full_state = {}
         for name, like in self._like.items():
             stage = self._cut.stages_of(name)[0]
             value = (
-                own[name].detach().clone()
+                stage_state[name].detach().clone()
                 if stage == self._rank and self._place.pipeline == 0
                 else torch.empty_like(like, device=self._device)
             )
             dist.broadcast(value, self._place.ranks[0][stage])
-            found[name] = value
-        return found
+            full_state[name] = value
+        return full_state
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's part of the state of a whole model. Raises UserError for that of another one."""
         if state.keys() != self._like.keys():
-            other = sorted(state.keys() ^ self._like.keys())
+            unmatched = sorted(state.keys() ^ self._like.keys())
             raise UserError(
-                "this is the state of another model", got=f"{', '.join(other[:4])} on one side only"
+                "this is the state of another model", got=f"{', '.join(unmatched[:4])} on one side only"
             )
         self.stage.load_state_dict({name: state[name] for name in self.stage.state_dict()})
 
@@ -371,21 +382,21 @@ class PipelinedModel(nn.Module):
 
     def _shared_parameters(self) -> list[tuple[nn.Parameter, tuple[int, dist.ProcessGroup | None]]]:
         """This rank's parameters that other stages have too, each with the first such stage and the group of all."""
-        own = dict(self.stage.named_parameters(remove_duplicate=False))
-        found = []
+        by_name = dict(self.stage.named_parameters(remove_duplicate=False))
+        shared = []
         for names in self._cut.tied:
             stages = sorted({stage for name in names for stage in self._cut.stages_of(name)})
             if len(stages) == 1:
                 continue
-            ranks = [[rank[each] for each in stages] for rank in self._place.ranks]
+            ranks = [[rank[stage] for stage in stages] for rank in self._place.ranks]
             world = dist.group.WORLD
             assert world is not None
             timeout = torch_private.group_timeout(world)
-            groups = [dist.new_group(each, timeout) for each in ranks]
+            groups = [dist.new_group(members, timeout) for members in ranks]
             if self._rank in stages:
                 group = groups[self._place.pipeline]
-                found.append((next(own[name] for name in names if name in own), (stages[0], group)))
-        return found
+                shared.append((next(by_name[name] for name in names if name in by_name), (stages[0], group)))
+        return shared
 
     def _sum_shared(self) -> None:
         for parameter, (_, group) in self._shared:
@@ -397,21 +408,23 @@ class PipelinedModel(nn.Module):
 
 def _check_alike(like: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Raise UserError unless all ranks have a model of these names, shapes and types."""
-    other = differing(repr([(name, tuple(each.shape), each.dtype) for name, each in like.items()]), device)
-    if other is not None:
+    rank = first_differing_rank(
+        repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()]), device
+    )
+    if rank is not None:
         raise UserError(
             "ranks have constructed different models",
-            got=f"parameters or buffers of other names, shapes or types on rank {other} than on rank 0",
+            got=f"parameters or buffers of other names, shapes or types on rank {rank} than on rank 0",
             expected="the same model on every rank, of which each keeps a stage",
         )
 
 
 def _keep(optimizer: Optimizer, stage: nn.Module) -> None:
     """Leave an optimizer what is of ``stage``: groups keep their options and their order."""
-    own = {id(each) for each in stage.parameters()}
+    kept = {id(parameter) for parameter in stage.parameters()}
     for group in optimizer.param_groups:
-        group["params"] = [each for each in group["params"] if id(each) in own]
-    for parameter in [each for each in optimizer.state if id(each) not in own]:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+    for parameter in [held for held in optimizer.state if id(held) not in kept]:
         del optimizer.state[parameter]
 
 
@@ -419,10 +432,11 @@ def _check_messages(device: torch.device, group: dist.ProcessGroup | None) -> No
     within = dist.group.WORLD if group is None else group
     assert within is not None
     backends = torch_private.backends_of(within)
+    listed = ", ".join(f"{backend} for {kind}" for kind, backend in sorted(backends.items()))
     if device.type != "cpu" and backends.get(device.type) in (None, "gloo"):
         raise UnsupportedError(
             "stages cannot hand their outputs on",
-            got=f"a model on {device}, {', '.join(f'{own} for {kind}' for kind, own in sorted(backends.items()))}",
+            got=f"a model on {device}, {listed}",
             expected="NCCL for CUDA: Gloo sends tensors on the CPU alone",
             fix="Call init_process_group('cpu:gloo,cuda:nccl').",
         )  # fmt: skip

@@ -73,7 +73,7 @@ class Placement:
                 expected=f"{dist.get_world_size()}",
             )  # fmt: skip
         by_pipeline = mesh.mesh.movedim(names.index(PIPELINE), -1).reshape(-1, mesh[PIPELINE].size())
-        ranks = tuple(tuple(own) for own in by_pipeline.tolist())
+        ranks = tuple(tuple(row) for row in by_pipeline.tolist())
         pipeline, stage = next(
             (p, rank.index(dist.get_rank())) for p, rank in enumerate(ranks) if dist.get_rank() in rank
         )
@@ -89,19 +89,19 @@ def placed(strategy: Strategy, mesh: object, planned: Mapping[str, int] | None, 
     planned one, and where nothing says how many pipelines there are.
     """
     if mesh is not None:
-        found = Placement.on(_checked(mesh, planned))
+        placement = Placement.on(_checked(mesh, planned))
     elif isinstance(strategy, MeshStrategy) or (planned is not None and len(planned) > 1):
         sizes = planned or _sizes_of(strategy)
         if math.prod(sizes.values()) != dist.get_world_size():
             raise PlanError(
                 "the plan is for another world size",
                 got=f"{dist.get_world_size()} workers",
-                expected=_said(sizes),
+                expected=_describe(sizes),
             )
-        found = Placement.on(init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        placement = Placement.on(init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
     else:
-        found = Placement.of_all_ranks()
-    return found
+        placement = Placement.of_all_ranks()
+    return placement
 
 
 def _checked(mesh: object, planned: Mapping[str, int] | None) -> DeviceMesh:
@@ -110,10 +110,10 @@ def _checked(mesh: object, planned: Mapping[str, int] | None) -> DeviceMesh:
             "mesh is no mesh", got=type(mesh).__name__, expected="a torch.distributed.DeviceMesh",
             fix="Construct it with torch.distributed.device_mesh.init_device_mesh.",
         )  # fmt: skip
-    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    if planned is not None and list(given.items()) != list(planned.items()):
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if planned is not None and list(sizes.items()) != list(planned.items()):
         raise PlanError(
-            "the mesh is not the one that the plan is for", got=_said(given), expected=_said(planned)
+            "the mesh is not the one that the plan is for", got=_describe(sizes), expected=_describe(planned)
         )
     return mesh
 
@@ -132,7 +132,7 @@ def _sizes_of(strategy: Strategy) -> dict[str, int]:
     return {PIPELINE: stages, DATA: ranks // stages}
 
 
-def _said(mesh: Mapping[str, int]) -> str:
+def _describe(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{size} {name}" for name, size in mesh.items()) or "dimensions without names"
 
 
@@ -174,11 +174,11 @@ class Replicas:
         counts = torch.zeros(self._place.pipelines, dtype=torch.int64, device=self._device)
         counts[self._place.pipeline] = samples
         dist.all_reduce(counts)
-        given = counts.tolist()
-        if len(set(given)) > 1:
+        sample_counts = counts.tolist()
+        if len(set(sample_counts)) > 1:
             raise UserError(
                 "pipelines were given batches of other sizes",
-                got=", ".join(f"{each} samples" for each in given),
+                got=", ".join(f"{count} samples" for count in sample_counts),
                 expected="as many samples for each pipeline",
                 fix="Give every pipeline as large a part of the batch (drop_last=True in a DataLoader).",
             )
@@ -194,9 +194,11 @@ class Replicas:
 
     def mean_of(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean over pipelines of ``loss``, which their last ranks know, on every rank."""
-        known = loss if self._place.is_last else torch.zeros_like(loss)
-        dist.all_reduce(known)
-        return known / self._place.pipelines
+        total = loss if self._place.is_last else torch.zeros_like(loss)
+        dist.all_reduce(total)
+        return total / self._place.pipelines
 
     def _trainable(self) -> frozenset[str]:
-        return frozenset(name for name, each in self._stage.named_parameters() if each.requires_grad)
+        return frozenset(
+            name for name, parameter in self._stage.named_parameters() if parameter.requires_grad
+        )

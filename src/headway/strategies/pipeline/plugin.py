@@ -142,7 +142,7 @@ def _why_not(steps: PipelineSteps) -> str:
     if not steps.divides_gradients:
         return "the script divides gradients by it itself (scale_grads=False)"
     for stage, module in steps.modules.items():
-        if any(isinstance(each, _OF_BATCHES) for each in module.modules()):
+        if any(isinstance(submodule, _OF_BATCHES) for submodule in module.modules()):
             return f"BatchNorm in stage {stage} would see micro-batches of another size"
     return ""
 
@@ -163,10 +163,10 @@ def _check_mean(got: str, loss_of: Callable[[Any, Any], Any], output: Any, targe
     else:
         cuts = (slice(0, rows // 2), slice(rows // 2, rows))
         pieces = [(output[cut], target[cut]) for cut in cuts]
-    (whole, tolerance), *parts = (_loss(loss_of, *each) for each in ((output, target), *pieces))
-    samples = [len(each) for each, _ in pieces]
+    (full_loss, tolerance), *parts = (_loss(loss_of, *piece) for piece in ((output, target), *pieces))
+    samples = [len(outputs) for outputs, _ in pieces]
     mean = sum(count * loss for count, (loss, _) in zip(samples, parts, strict=True)) / sum(samples)
-    if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
+    if abs(mean - full_loss) > tolerance * max(abs(mean), abs(full_loss)):
         raise PlanError(
             "the number of micro-batches cannot be changed: the script's loss is not a mean over samples, so gradients "
             "would differ",
@@ -185,7 +185,7 @@ def _loss(
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             loss = torch.as_tensor(loss_of(output, target))
-            exact = max(torch.finfo(each.dtype).eps for each in (output, loss))
+            exact = max(torch.finfo(tensor.dtype).eps for tensor in (output, loss))
             return float(loss), max(1e-3, exact**0.5)
         except Exception:  # a script's own function, given what it was not written for
             return math.nan, 0.0
@@ -241,21 +241,26 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
     def following(
         self, strategy: PipelineStrategy, fitting: Sequence[Strategy]
     ) -> tuple[PipelineStrategy, Sequence[Strategy]] | None:
-        own = grouped_by(strategy)
-        if own is None:
+        group_size = grouped_by(strategy)
+        if group_size is None:
             return None
         alike = [  # batches are split anew when a job starts, and not later
-            each
-            for each in fitting
-            if isinstance(each, PipelineStrategy) and each.micro_batches == strategy.micro_batches
+            candidate
+            for candidate in fitting
+            if isinstance(candidate, PipelineStrategy) and candidate.micro_batches == strategy.micro_batches
         ]
-        others = {size: each for each in alike if (size := grouped_by(each)) is not None}
-        sizes = tuple(sorted(others.keys() - {own}))
-        orders: dict[str, PipelineStrategy] = {each.order: each for each in alike}
+        by_size = {size: candidate for candidate in alike if (size := grouped_by(candidate)) is not None}
+        sizes = tuple(sorted(by_size.keys() - {group_size}))
+        orders: dict[str, PipelineStrategy] = {candidate.order: candidate for candidate in alike}
         # Not every module permits halved backwards, and a job must not find that out in the middle.
         other_orders = tuple(order for order in ("eager-1f1b",) if order in orders)
-        update = {"order": GROUPED, "group_size": own, "group_sizes": sizes, "other_orders": other_orders}
-        among = [strategy, *(others[size] for size in sizes), *(orders[order] for order in other_orders)]
+        update = {
+            "order": GROUPED,
+            "group_size": group_size,
+            "group_sizes": sizes,
+            "other_orders": other_orders,
+        }
+        among = [strategy, *(by_size[size] for size in sizes), *(orders[order] for order in other_orders)]
         return strategy.model_copy(update=update), among
 
     def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
@@ -303,7 +308,7 @@ def pipelined(
     On a mesh, ``placement`` says where this rank is, and ``replicate`` wraps the stage among its replicas. Raises
     UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
     """
-    from headway.strategies.pipeline import runtime as lost
+    from headway.strategies.pipeline import runtime
     from headway.strategies.pipeline.pipelined import PipelinedModel
 
     if strategy.order == RECORDED:
@@ -311,13 +316,13 @@ def pipelined(
             "a model that is cut into stages has no order of its own", got=strategy.describe(),
             fix="Name an order in the plan.",
         )  # fmt: skip
-    with lost.among("cutting the model into stages"):
-        found = PipelinedModel(
+    with runtime.among("cutting the model into stages"):
+        pipelined_model = PipelinedModel(
             model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
         )
-    if not found.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
-        _Injection().take_over(found.steps, strategy)
-    return found
+    if not pipelined_model.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
+        _Injection().take_over(pipelined_model.steps, strategy)
+    return pipelined_model
 
 
 class _Injection(ScheduleInjection[PipelineStrategy]):

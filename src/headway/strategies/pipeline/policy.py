@@ -95,9 +95,9 @@ class PipelineStrategy(Strategy):
         if self.micro_batches is not None:
             return self
         recorded = micro_batches(job.computation) if job.computation is not None else None
-        found = self.model_copy(update={"micro_batches": recorded or None})
-        found.count()
-        return found
+        resolved = self.model_copy(update={"micro_batches": recorded or None})
+        resolved.count()
+        return resolved
 
     def count(self) -> int:
         """The number of micro-batches. Raises PlanError where nothing says it."""

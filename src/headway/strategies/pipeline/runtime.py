@@ -50,9 +50,9 @@ def named(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]
         raise
     except RuntimeError as failure:
         _abort(group)
-        other = dist.get_global_rank(group, neighbour)
-        closed = None if _in_vain(str(failure)) else other
-        lost = silent_ranks(_KEY, range(dist.get_world_size()), neighbour=closed) or (other,)
+        peer = dist.get_global_rank(group, neighbour)
+        closed = None if _in_vain(str(failure)) else peer
+        lost = silent_ranks(_KEY, range(dist.get_world_size()), neighbour=closed) or (peer,)
         raise CommunicationError(
             f"rank {dist.get_rank()}: {what} failed: {in_words(lost)} "
             f"({one_line(str(failure), 200)}). Restart the job from its last checkpoint."
@@ -71,23 +71,23 @@ def among(what: str, ranks: Sequence[int] = (), group: dist.ProcessGroup | None 
     except HeadwayError:
         raise
     except RuntimeError as failure:
-        said = _of_connection(failure)
-        if said is None:
+        message = _of_connection(failure)
+        if message is None:
             raise
         rank = dist.get_rank()
         everyone = range(dist.get_world_size())
-        others = [each for each in ranks or everyone if each != rank]
+        peers = [peer for peer in ranks or everyone if peer != rank]
         if group is not None:
             _abort(group)
-        waited = _in_vain(said)
-        only = others[0] if len(others) == 1 else None
+        waited = _in_vain(message)
+        only = peers[0] if len(peers) == 1 else None
         # Who waits for a rank that is left meets the failure when that ends, unless all wait in vain.
         lost = silent_ranks(_KEY, everyone, neighbour=None if waited else only, decides=waited)
         if not lost and only is not None:
             lost = (only,)
         raise CommunicationError(
             f"rank {rank}: {what} failed: {in_words(lost)} "
-            f"({one_line(said, 200)}). Restart the job from its last checkpoint."
+            f"({one_line(message, 200)}). Restart the job from its last checkpoint."
         ) from failure
 
 
@@ -106,17 +106,17 @@ def leaving(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[Non
 
 def _of_connection(failure: BaseException) -> str | None:
     """What a failure, or one that it came of, says of a connection: torch wraps what a stage's backward raises."""
-    found: BaseException | None = failure
-    while found is not None:
-        if _CONNECTION in str(found).lower():
-            return str(found)
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = failure
+    while cause is not None:
+        if _CONNECTION in str(cause).lower():
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
-def _in_vain(said: str) -> bool:
+def _in_vain(message: str) -> bool:
     """Whether nothing came in time: then all wait at about the same time, and not all for a rank that is lost."""
-    return "timed out" in said.lower()
+    return "timed out" in message.lower()
 
 
 def _abort(group: dist.ProcessGroup) -> None:
@@ -137,35 +137,38 @@ class BatchCheck:
         self._micro_batches = micro_batches
         self._first: dict[str, Shapes] = {}
 
-    def trouble(self, given: Given) -> str:
+    def trouble(self, arguments: Given) -> str:
         """What is wrong with the micro-batches that a step of this rank is given; "" where nothing is."""
         for name, what in (("arg_mbs", "batch"), ("kwarg_mbs", "batch"), ("target_mbs", "target")):
-            shapes = [_shapes(each) for each in given.get(name) or ()]
-            if shapes and (found := self._trouble(what, name, shapes)):
-                return found
+            shapes = [_shapes(micro_batch) for micro_batch in arguments.get(name) or ()]
+            if shapes and (problem := self._trouble(what, name, shapes)):
+                return problem
         return ""
 
     def _trouble(self, what: str, name: str, shapes: Sequence[Shapes]) -> str:
         count = self._micro_batches
-        if len(shapes) != count or any(0 in shape for own in shapes for shape in own):
+        if len(shapes) != count or any(0 in shape for of_micro_batch in shapes for shape in of_micro_batch):
             return f"the {what} has fewer samples than the {count} micro-batches that it is to be split into"
-        if any(own != shapes[0] for own in shapes):
-            sizes = ", ".join(str(own[0][0]) if own and own[0] else "?" for own in shapes)
+        if any(of_micro_batch != shapes[0] for of_micro_batch in shapes):
+            sizes = ", ".join(
+                str(of_micro_batch[0][0]) if of_micro_batch and of_micro_batch[0] else "?"
+                for of_micro_batch in shapes
+            )
             return f"the {what} cannot be split into {count} micro-batches of one size: they have {sizes} samples"
         first = self._first.setdefault(name, shapes[0])
         if first != shapes[0]:
             return (
-                f"the {what} has micro-batches of other shapes ({_said(shapes[0])}) than in the first step "
-                f"({_said(first)})"
+                f"the {what} has micro-batches of other shapes ({_describe_shapes(shapes[0])}) than in the first step "
+                f"({_describe_shapes(first)})"
             )
         return ""
 
 
 def agree(steps: PipelineSteps, trouble: str) -> None:
     """Raise UserError on all ranks of a pipeline where one of them has ``trouble`` with what its step is given."""
-    for rank, said in enumerate(_from_every_rank(steps, {"trouble": trouble})):
-        if said["trouble"]:
-            refuse(f"rank {rank}: {said['trouble']}")
+    for rank, reply in enumerate(_from_every_rank(steps, {"trouble": trouble})):
+        if reply["trouble"]:
+            refuse(f"rank {rank}: {reply['trouble']}")
 
 
 def refuse(trouble: str) -> None:
@@ -185,13 +188,15 @@ def check(steps: PipelineSteps) -> None:
     Every rank calls it in the same step, when its stages are prepared. Raises it too for stages that hand on what no
     message carries as it is: torch receives a DTensor of ranks that do not take part as an empty tensor.
     """
-    own = {
+    local_ends = {
         str(stage): {"in": steps.given_to(stage), "out": steps.handed_on_by(stage)} for stage in steps.stages
     }
-    said = {int(stage): ends for of_rank in _from_every_rank(steps, own) for stage, ends in of_rank.items()}
+    ends_of_stage = {
+        int(stage): ends for of_rank in _from_every_rank(steps, local_ends) for stage, ends in of_rank.items()
+    }
     for stage in range(steps.stage_count - 1):
-        out, into = said[stage]["out"], said[stage + 1]["in"]
-        if any("DTensor" in each for each in (*out, *into)):
+        out, into = ends_of_stage[stage]["out"], ends_of_stage[stage + 1]["in"]
+        if any("DTensor" in text for text in (*out, *into)):
             raise UserError(
                 "a stage hands on a DTensor", got=f"{', '.join(out)} of stage {stage}", expected="plain tensors",
                 fix="Return output.full_tensor() or output.to_local() from the stage.",
@@ -205,28 +210,28 @@ def check(steps: PipelineSteps) -> None:
             )
 
 
-def _shapes(given: Any) -> Shapes:
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(given))
+def _shapes(value: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
-def _said(shapes: Shapes) -> str:
+def _describe_shapes(shapes: Shapes) -> str:
     return ", ".join(str(list(shape)) for shape in shapes) or "no tensor"
 
 
-def _from_every_rank(steps: PipelineSteps, own: Any) -> list[Any]:
+def _from_every_rank(steps: PipelineSteps, document: Any) -> list[Any]:
     """What each rank of the pipeline says, as JSON."""
-    text = json.dumps(own).encode()
+    text = json.dumps(document).encode()
     assert len(text) <= _LONGEST, "a rank says too much"
     ranks = dist.get_world_size(steps.group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=steps.device) for _ in range(ranks)]
     dist.all_gather(lengths, torch.tensor([len(text)], device=steps.device), group=steps.group)
     longest = int(max(lengths))
-    mine = torch.zeros(longest, dtype=torch.uint8, device=steps.device)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(texts, mine, group=steps.group)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=steps.device)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(texts, padded, group=steps.group)
     return [
-        json.loads(bytes(each[: int(length)].tolist())) for each, length in zip(texts, lengths, strict=True)
+        json.loads(bytes(row[: int(length)].tolist())) for row, length in zip(texts, lengths, strict=True)
     ]
 
 
@@ -271,16 +276,16 @@ class PipelineRuntime:
         """Tell ``watch`` of every step that trains, and call the others before and after it."""
         self._watch, self._before_step, self._after_step = watch, before_step, after_step
 
-    def _step(self, given: dict[str, Any]) -> None:
+    def _step(self, arguments: dict[str, Any]) -> None:
         if not self._steps.trains:
             self._with_all_buffers()
-            self._steps.as_torch_does(given)
+            self._steps.as_torch_does(arguments)
             return
         watch = self._watch
         if watch is not None:
             watch.called()
         self._before_step()
-        args, kwargs = self._prepare(given)
+        args, kwargs = self._prepare(arguments)
         if watch is not None:
             watch.begins()
         received: dict[Message, Sequence[dist.Work]] = {}
@@ -302,21 +307,21 @@ class PipelineRuntime:
                     with self._named(message):
                         _wait(sent.pop(message))
                 case Action() as action:
-                    compute = partial(self._compute, action, args, kwargs, given, left)
+                    compute = partial(self._compute, action, args, kwargs, arguments, left)
                     compute() if watch is None else watch.computed(action, compute)
                 case ComputeAndSend(action, message):
                     send = partial(self._send, message, sent)
-                    compute = partial(self._compute, action, args, kwargs, given, left, send)
+                    compute = partial(self._compute, action, args, kwargs, arguments, left, send)
                     compute() if watch is None else watch.computed(action, compute)
         for message, works in sent.items():
             with self._named(message):
                 _wait(works)
-        self._steps.end(given)
+        self._steps.end(arguments)
         self._after_step()
 
-    def _prepare(self, given: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _prepare(self, arguments: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Refuse what no step can be trained on; returns each micro-batch's arguments, and keyword ones."""
-        trouble = self._batches.trouble(given)
+        trouble = self._batches.trouble(arguments)
         ranks = dist.get_process_group_ranks(self._steps.group)
         if self._is_first:
             with among("the first step", ranks):
@@ -326,7 +331,7 @@ class PipelineRuntime:
         neighbour = (self._steps.rank or 2) - 1
         with leaving(self._steps.group, neighbour, "working out what stages hand on"):
             try:
-                found = self._steps.begin(given)
+                prepared = self._steps.begin(arguments)
             except RuntimeError as failure:
                 if not hands_on_no_tensor(failure):
                     raise
@@ -339,30 +344,30 @@ class PipelineRuntime:
                 check(self._steps)
         self._is_first = False
         self._release_all_buffers()
-        return found
+        return prepared
 
     def _compute(
         self,
         action: Action,
         args: Sequence[Any],
         kwargs: Sequence[Any],
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         left: Counter[int],
         send: Callable[[], None] | None = None,
     ) -> None:
         kind, stage, micro_batch = action
         if kind is Pass.FORWARD:
-            self._steps.forward(stage, micro_batch, args[micro_batch], kwargs[micro_batch], given)
+            self._steps.forward(stage, micro_batch, args[micro_batch], kwargs[micro_batch], arguments)
             self._steps.receive_buffers(stage, micro_batch, gradients=False).release()
             return
         left[stage] -= kind is not Pass.INPUT_GRADIENT
         if kind is Pass.WEIGHT_GRADIENT:
             self._steps.backward_of_weights(stage, micro_batch, last=not left[stage])
             return
-        whole = kind is Pass.BACKWARD
-        last = whole and not left[stage]
+        is_full = kind is Pass.BACKWARD
+        last = is_full and not left[stage]
         with self._named_among_replicas(stage) if last else contextlib.nullcontext():
-            self._steps.backward(stage, micro_batch, whole=whole, last=last, send=send)
+            self._steps.backward(stage, micro_batch, whole=is_full, last=last, send=send)
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
     def _named(self, message: Message) -> AbstractContextManager[None]:

@@ -46,13 +46,16 @@ class StageLinks:
     def links(self) -> list[tuple[int, ChainLink]]:
         """Each module with the stage that has it."""
         return [
-            (stage, link) for stage, own in enumerate(self.stages) if own.chain for link in own.chain.links
+            (stage, link)
+            for stage, model in enumerate(self.stages)
+            if model.chain
+            for link in model.chain.links
         ]
 
     @property
     def ends(self) -> tuple[int, ...]:
         """How many modules the stages up to each have now."""
-        counts = [len(own.chain.links) if own.chain else 0 for own in self.stages]
+        counts = [len(model.chain.links) if model.chain else 0 for model in self.stages]
         return tuple(sum(counts[: stage + 1]) for stage in range(len(counts)))
 
     @property
@@ -82,18 +85,18 @@ class StageLinks:
     def _layers(self) -> list[SplitLayer]:
         links, ends = self.links, self.ends
         first = next((place for place, (_, link) in enumerate(links) if link.parameters), len(links))
-        found = []
+        layers = []
         for place, (stage, link) in enumerate(links):
             size = self.boundary_bytes[stage] if place + 1 in ends[:-1] else link.output_bytes
             permitted = size and place >= first and place + 1 < len(links) and links[place + 1][1].parameters
-            found.append(
+            layers.append(
                 SplitLayer(
                     link.name, link.forward_ns, link.backward_ns,
-                    sum(self.stages[stage].by_name[name].size_bytes for name in self._known(stage, link)),
+                    sum(self.stages[stage].by_name[name].size_bytes for name in self._canonical_names(stage, link)),
                     link.kept_bytes, size if permitted or place + 1 in ends[:-1] else None,
                 )
             )  # fmt: skip
-        return found
+        return layers
 
     def splits(self, micro_batches: int, passing_ns: Callable[[int, int], float]) -> tuple[Split, ...]:
         """The splits that promise most; devices are taken to be alike. ``passing_ns`` is as ``split`` has it."""
@@ -117,14 +120,14 @@ class StageLinks:
         new = [
             stage for stage, end in enumerate(ends) for _ in range(end - (ends[stage - 1] if stage else 0))
         ]
-        said = []
+        moved = []
         for (old, to), group in _grouped(self.links, new):
             if old != to:
                 names = f"{group[0]} … {group[-1]}" if len(group) > 1 else group[0]
-                said.append(f"{names} from stage {old} to stage {to}")
-        return " and ".join(said)
+                moved.append(f"{names} from stage {old} to stage {to}")
+        return " and ".join(moved)
 
-    def _known(self, stage: int, link: ChainLink) -> list[str]:
+    def _canonical_names(self, stage: int, link: ChainLink) -> list[str]:
         chain = self.stages[stage].chain
         assert chain is not None
         return [chain.aliases.get(name, name) for name in link.parameters]
@@ -134,14 +137,14 @@ class StageLinks:
     def resplit(self, job: Job, ends: Sequence[int]) -> Job:
         """The recorded ``job`` with its modules split so over the same ranks, in the same order of passes."""
         stage_of = {
-            rank: next(item.stage for item in own[0].items if item.micro_batch >= 0)
-            for rank, own in job.steps.timelines.items()
+            rank: next(item.stage for item in steps[0].items if item.micro_batch >= 0)
+            for rank, steps in job.steps.timelines.items()
         }
         rank_of = {stage: rank for rank, stage in stage_of.items()}
         boundaries = self.boundaries_of(ends)
         models = self.models(ends)
         timelines = {}
-        for rank, own in job.steps.timelines.items():
+        for rank, steps in job.steps.timelines.items():
             stage = stage_of[rank]
             updated = models[stage].size_bytes / max(1, self.stages[stage].size_bytes)
             timelines[rank] = tuple(
@@ -149,7 +152,7 @@ class StageLinks:
                     timeline, stage, ends, boundaries, updated,
                     {old: job.steps.timelines[rank_of[old]][at] for old in rank_of}, stage_of,
                 )
-                for at, timeline in enumerate(own)
+                for at, timeline in enumerate(steps)
             )  # fmt: skip
         computation = replace(job.steps, timelines=timelines, with_factors=None)
         return replace(job, stages=models, boundary_bytes=boundaries, computation=computation)
@@ -161,10 +164,10 @@ class StageLinks:
         ends: Sequence[int],
         boundaries: Sequence[int],
         updated: float,
-        others: dict[int, Timeline],
+        timelines: dict[int, Timeline],
         stage_of: dict[int, int],
     ) -> Timeline:
-        took = {number: _passes_ns(each) for number, each in others.items()}
+        took = {number: _passes_ns(recorded) for number, recorded in timelines.items()}
         factors = {
             (part, micro_batch): self.pass_of(
                 ends,
@@ -194,25 +197,25 @@ class StageLinks:
 
     def models(self, ends: Sequence[int]) -> tuple[ModelSpec, ...]:
         """The model of each stage of a split. What is in memory is known but roughly."""
-        found = []
+        models = []
         states = sum(stage.optimizer_state_bytes for stage in self.stages)
         sizes = sum(stage.size_bytes for stage in self.stages)
         for stage, end in enumerate(ends):
-            own = self.links[ends[stage - 1] if stage else 0 : end]
+            stage_links = self.links[ends[stage - 1] if stage else 0 : end]
             parameters = {
-                name: self.stages[old].by_name[known].model_copy(update={"name": name})
-                for old, link in own
-                for name, known in zip(link.parameters, self._known(old, link), strict=True)
+                name: self.stages[old].by_name[canonical].model_copy(update={"name": name})
+                for old, link in stage_links
+                for name, canonical in zip(link.parameters, self._canonical_names(old, link), strict=True)
             }
             size = sum(parameter.size_bytes for parameter in parameters.values())
-            found.append(
+            models.append(
                 ModelSpec(
                     parameters=tuple(parameters.values()),
-                    activation_bytes=sum(link.kept_bytes for _, link in own),
+                    activation_bytes=sum(link.kept_bytes for _, link in stage_links),
                     optimizer_state_bytes=round(states * size / max(1, sizes)),
                 )
             )
-        return tuple(found)
+        return tuple(models)
 
 
 def _grouped(
@@ -220,7 +223,7 @@ def _grouped(
 ) -> list[tuple[tuple[int, int], list[str]]]:
     """Names of modules that go from one stage to one other, in their order."""
     keyed = [((old, to), link.name) for (old, link), to in zip(links, new, strict=True)]
-    return [(key, [name for _, name in group]) for key, group in groupby(keyed, key=lambda each: each[0])]
+    return [(key, [name for _, name in group]) for key, group in groupby(keyed, key=lambda pair: pair[0])]
 
 
 def _share(stage: ModelSpec, link: ChainLink, part: str) -> float:
@@ -228,14 +231,14 @@ def _share(stage: ModelSpec, link: ChainLink, part: str) -> float:
     assert stage.chain is not None
     name = "forward_ns" if part == Part.FORWARD else "backward_ns"
     own_ns: int = getattr(link, name)
-    all_ns: int = sum(getattr(each, name) for each in stage.chain.links)
+    all_ns: int = sum(getattr(member, name) for member in stage.chain.links)
     return own_ns / all_ns
 
 
 def _passes_ns(timeline: Timeline) -> dict[tuple[str, int], int]:
-    found: dict[tuple[str, int], int] = {}
+    passes_ns: dict[tuple[str, int], int] = {}
     for item in timeline.items:
         if item.kind in _PASSES and item.micro_batch >= 0:
             key = item.kind, item.micro_batch
-            found[key] = found.get(key, 0) + item.duration_ns
-    return found
+            passes_ns[key] = passes_ns.get(key, 0) + item.duration_ns
+    return passes_ns

@@ -101,14 +101,14 @@ def split(
     parameters = _sums(layer.parameter_bytes for layer in layers)
     kept = _sums(layer.kept_bytes for layer in layers)
     cuts = [0, *(i for i, layer in enumerate(layers[:-1], 1) if layer.cut_bytes is not None), len(layers)]
-    found: dict[int, _Frontier] = {0: _Frontier([Split((), 0.0, 0.0)])}
+    frontiers: dict[int, _Frontier] = {0: _Frontier([Split((), 0.0, 0.0)])}
     for stage in range(stages):
         reached: dict[int, _Frontier] = {}
         last = stage == stages - 1
         for end in cuts[-1:] if last else cuts[1:-1]:
             cut_bytes = 0 if last else layers[end - 1].cut_bytes or 0
             message_ns = 0.0 if last else passing_ns(stage, cut_bytes)
-            for begin, frontier in found.items():
+            for begin, frontier in frontiers.items():
                 if begin >= end:
                     continue
                 if memory and not memory.permits(
@@ -116,16 +116,16 @@ def split(
                 ):
                     continue
                 busy_ns = (times[end] - times[begin]) / speeds[stage]
-                for each in frontier.splits:
+                for candidate in frontier.splits:
                     more = Split(
-                        (*each.ends, end),
-                        each.once_ns + busy_ns + 2 * message_ns,
-                        max(each.bottleneck_ns, busy_ns, message_ns),
+                        (*candidate.ends, end),
+                        candidate.once_ns + busy_ns + 2 * message_ns,
+                        max(candidate.bottleneck_ns, busy_ns, message_ns),
                     )
                     reached.setdefault(end, _Frontier([])).add(more)
-        found = reached
-    ends = found.get(len(layers))
-    best = sorted(ends.splits if ends else (), key=lambda each: each.step_ns(micro_batches))
+        frontiers = reached
+    ends = frontiers.get(len(layers))
+    best = sorted(ends.splits if ends else (), key=lambda candidate: candidate.step_ns(micro_batches))
     return tuple(best[:keep])
 
 
@@ -237,11 +237,11 @@ def _action(block: ComputeBlock) -> Action | None:
 def recorded_actions(computation: Computation) -> tuple[tuple[Action, ...], ...]:
     """What every rank of a pipeline computed in its first recorded step, in its order; of several, the first's."""
     timelines = computation.timelines
-    found: dict[frozenset[int], tuple[Action, ...]] = {}
+    actions_of_stages: dict[frozenset[int], tuple[Action, ...]] = {}
     for rank in sorted(timelines):
         actions = tuple(StageTimes.of(timelines[rank][0]).passes_ns)
-        found.setdefault(frozenset(action.stage for action in actions), actions)
-    return tuple(found.values())
+        actions_of_stages.setdefault(frozenset(action.stage for action in actions), actions)
+    return tuple(actions_of_stages.values())
 
 
 def check_as_many(planned: int, computation: Computation) -> None:

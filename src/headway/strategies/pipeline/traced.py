@@ -36,15 +36,15 @@ def micro_batch_of(example: tuple[Any, Any], micro_batches: int) -> tuple[Any, A
             fix="Expand what holds for all samples to each of them.",
         )  # fmt: skip
     size = next(iter(rows)) // micro_batches
-    found: tuple[Any, Any] = mapped(
-        lambda each: each[:size] if isinstance(each, torch.Tensor) else each, example
+    first: tuple[Any, Any] = mapped(
+        lambda value: value[:size] if isinstance(value, torch.Tensor) else value, example
     )
-    return found
+    return first
 
 
 def form_of(example: Any) -> Any:
     """All of a batch but its tensors."""
-    return repr(mapped(lambda each: "tensor" if isinstance(each, torch.Tensor) else each, example))
+    return repr(mapped(lambda leaf: "tensor" if isinstance(leaf, torch.Tensor) else leaf, example))
 
 
 def said_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -62,37 +62,37 @@ class TracedStage(nn.Module):
         super().__init__()
         self.__dict__.update(_headway_programs=programs, _headway_device=device)
 
-    def forward(self, *given: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor) -> Any:
         """Make this stage's calls of what it is given; returns a tensor or a tuple of several."""
         program: Program | None = self.__dict__["_headway_programs"].get(self.training)
         if program is None:
             raise UserError(
                 "this pipeline has no evaluation, and its stage is in that mode", fix="Call train()."
             )
-        return program.run(self, changeable(given), self.__dict__["_headway_device"])
+        return program.run(self, changeable(inputs), self.__dict__["_headway_device"])
 
 
 def traced_stage(
     model: nn.Module, programs: Mapping[bool, Program], names: frozenset[str], device: torch.device
 ) -> TracedStage:
     """The stage, of the submodules, parameters and buffers of ``model``."""
-    found = TracedStage(programs, device)
+    stage = TracedStage(programs, device)
     modules = {submodule.name for program in programs.values() for submodule in submodules_of(program)}
     called = {id(model.get_submodule(name)) for name in modules}
     for name, module in model.named_modules(remove_duplicate=False):  # outer ones first
         if id(module) in called:
-            _owner(found, name).add_module(name.rpartition(".")[2], module)
-    have = {name for name, _ in state_of(found)}
+            _owner(stage, name).add_module(name.rpartition(".")[2], module)
+    have = {name for name, _ in state_of(stage)}
     stateful = model.state_dict(keep_vars=True).keys()
     for name, tensor in state_of(model):
         if name in names - have:
-            owner, own = _owner(found, name), name.rpartition(".")[2]
+            owner, attribute = _owner(stage, name), name.rpartition(".")[2]
             if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(own, tensor)
+                owner.register_parameter(attribute, tensor)
             else:
-                owner.register_buffer(own, tensor, persistent=name in stateful)
-    found.training = model.training
-    return found
+                owner.register_buffer(attribute, tensor, persistent=name in stateful)
+    stage.training = model.training
+    return stage
 
 
 def submodules_of(program: Program) -> Iterator[Submodule]:
@@ -103,14 +103,21 @@ def submodules_of(program: Program) -> Iterator[Submodule]:
 def names_of(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tuple[frozenset[str], ...]:
     """The parameters and buffers of each stage. What none uses is where it has another name, or on the first."""
     state = [*state_of(model)]
-    modules = {name: id(each) for name, each in model.named_modules(remove_duplicate=False)}
-    found: list[set[str]] = []
-    for own in programs:
-        called = {modules[submodule.name] for program in own.values() for submodule in submodules_of(program)}
-        direct = {
-            use.name for program in own.values() for call in program.calls for use in call.uses(Attribute)
+    modules = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+    names_of_stages: list[set[str]] = []
+    for stage_programs in programs:
+        called = {
+            modules[submodule.name]
+            for program in stage_programs.values()
+            for submodule in submodules_of(program)
         }
-        found.append(
+        direct = {
+            use.name
+            for program in stage_programs.values()
+            for call in program.calls
+            for use in call.uses(Attribute)
+        }
+        names_of_stages.append(
             {
                 name
                 for name, _ in state
@@ -118,10 +125,10 @@ def names_of(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tu
             }
         )
     for name, tensor in state:
-        if not any(name in own for own in found):
-            same = {other for other, each in state if each is tensor}
-            next((own for own in found if own & same), found[0]).add(name)
-    return tuple(frozenset(own) for own in found)
+        if not any(name in stage_names for stage_names in names_of_stages):
+            same = {alias for alias, state_tensor in state if state_tensor is tensor}
+            next((names for names in names_of_stages if names & same), names_of_stages[0]).add(name)
+    return tuple(map(frozenset, names_of_stages))
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,7 +139,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def dots_in(name: str) -> Iterator[int]:
     """Where the names of the modules around one end."""
-    return (at for at, each in enumerate(name) if each == ".")
+    return (at for at, character in enumerate(name) if character == ".")
 
 
 def _owners(name: str) -> Iterator[str]:
@@ -142,14 +149,14 @@ def _owners(name: str) -> Iterator[str]:
 
 def _owner(root: nn.Module, name: str) -> nn.Module:
     """The module that has the parameter, buffer or module of that name, empty ones where there are none."""
-    found = root
+    owner = root
     for part in name.split(".")[:-1]:
-        inner = getattr(found, part, None)
+        inner = getattr(owner, part, None)
         if inner is None:
             inner = nn.Module()
-            found.add_module(part, inner)
-        found = inner
-    return found
+            owner.add_module(part, inner)
+        owner = inner
+    return owner
 
 
 def tied_in(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -157,7 +164,7 @@ def tied_in(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(own) for own in names.values())
+    return tuple(tuple(aliases) for aliases in names.values())
 
 
 _MOST_ATTEMPTS = 64
@@ -184,9 +191,9 @@ class TracedCut:
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The stages that have a parameter or a buffer."""
-        return tuple(stage for stage, own in enumerate(self.names) if name in own)
+        return tuple(stage for stage, stage_names in enumerate(self.names) if name in stage_names)
 
-    def said(self) -> str:
+    def signature(self) -> str:
         """What all ranks have to agree on."""
         return repr(([sorted(name) for name in self.names], self.boundaries, self.ambience))
 
@@ -200,7 +207,9 @@ class TracedCut:
                 fix="Call parallelize, train_step and evaluate under the same torch.autocast.",
             )  # fmt: skip
         changed = [
-            name for name, each in stage.named_parameters() if each.requires_grad != (name in self.trained)
+            name
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad != (name in self.trained)
         ]
         if changed:
             raise UserError(
@@ -214,21 +223,21 @@ class TracedCut:
 
     def arguments(self, stage: int) -> dict[str, tuple[torch.Tensor, ...]]:
         """What ``PipelineStage`` is told about what the stage is given and hands on."""
-        given = self.boundaries[stage - 1] if stage else self.example[1]
+        into = self.boundaries[stage - 1] if stage else self.example[1]
         out = self.boundaries[stage] if stage < len(self.boundaries) else self.last
         return {
-            "input_args": tuple(each.tensor() for each in given),
-            "output_args": tuple(each.tensor() for each in out),
+            "input_args": tuple(like.tensor() for like in into),
+            "output_args": tuple(like.tensor() for like in out),
         }
 
     def inputs(self, batch: Any, micro_batches: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a batch. Raises UserError for one that is not like the example."""
         form, likes = self.example
-        found = split_up(batch)
-        tensors = [leaf for leaf in leaves(found) if isinstance(leaf, torch.Tensor)]
+        arguments = split_up(batch)
+        tensors = [leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor)]
         shapes = [(micro_batches * like.shape[0], *like.shape[1:]) for like in likes]
-        if form_of(found) != form or [tuple(tensor.shape) for tensor in tensors] != shapes or any(
-            each.dtype != like.dtype for each, like in zip(tensors, likes, strict=True)
+        if form_of(arguments) != form or [tuple(tensor.shape) for tensor in tensors] != shapes or any(
+            tensor.dtype != like.dtype for tensor, like in zip(tensors, likes, strict=True)
         ):  # fmt: skip
             raise UserError(
                 "a batch is not like example_batch, of which the model was cut into stages",
@@ -237,12 +246,12 @@ class TracedCut:
             )  # fmt: skip
         return tuple(tensors)
 
-    def output(self, given: Any, *, training: bool) -> Any:
+    def output(self, result: Any, *, training: bool) -> Any:
         """What the model would return, of the tensors of its last stage."""
         values = self.programs[-1][training].outputs
-        held = dict(zip(values, given if isinstance(given, tuple) else (given,), strict=True))
+        held = dict(zip(values, result if isinstance(result, tuple) else (result,), strict=True))
         return mapped(
-            lambda each: held.get(each, each) if _is_hashable(each) else each, self.outputs[training]
+            lambda leaf: held.get(leaf, leaf) if _is_hashable(leaf) else leaf, self.outputs[training]
         )
 
 
@@ -281,11 +290,14 @@ def traced_cut(
         outputs[False] = evaluated.output
     except (UnsupportedError, PlanError) as failure:
         not_evaluated = str(failure)
-    by_stage = [dict(zip((True, False), own, strict=False)) for own in zip(*programs, strict=True)]
+    by_stage = [
+        dict(zip((True, False), stage_programs, strict=False))
+        for stage_programs in zip(*programs, strict=True)
+    ]
     names = names_of(model, by_stage)
     _check_buffers(model, by_stage)
     trained = frozenset(
-        name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad
+        name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
     )
     likes = tuple(recording.likes[input_] for input_ in recording.inputs)
     last = tuple(recording.likes[output] for output in recording.outputs())
@@ -314,15 +326,15 @@ class _Tracer:
                     inside |= found.names
                     continue
                 if recording.marks:
-                    return inside, lambda each: dividing.at_marks(model, each, stages)
+                    return inside, lambda recorded: dividing.at_marks(model, recorded, stages)
                 break
             points = self._balanced(stages)
         inside = {point[:at] for point in points for at in dots_in(point)} | {""}
-        return inside, lambda each: dividing.at_points(model, each, points, stages)
+        return inside, lambda recorded: dividing.at_points(model, recorded, points, stages)
 
     def _balanced(self, stages: int) -> list[str]:
         """Look into what has more than a stage's share of the parameters, as far as that can be traced."""
-        inside = {"", *(name for name, each in self._model.named_modules() if _is_sequential(each))}
+        inside = {"", *(name for name, module in self._model.named_modules() if _is_sequential(module))}
         recording, passed_over = self.record(inside), set[str]()
         for _ in range(_MOST_ATTEMPTS):
             name, share = dividing.largest(self._model, recording, passed_over)
@@ -340,8 +352,8 @@ class _Tracer:
 
 
 def _check_plain(model: nn.Module) -> None:
-    for name, each in state_of(model):
-        if "DTensor" in type(each).__name__ or "DTensor" in type(each.data).__name__:
+    for name, tensor in state_of(model):
+        if "DTensor" in type(tensor).__name__ or "DTensor" in type(tensor.data).__name__:
             raise UnsupportedError(
                 "a model of DTensors is not cut into stages", got=name, expected="plain tensors",
                 fix="Cut the model before it is sharded.",
@@ -351,8 +363,10 @@ def _check_plain(model: nn.Module) -> None:
 def _check_buffers(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> None:
     """Statistics that each stage would have its own of."""
     seen: dict[str, int] = {}
-    for stage, own in enumerate(programs):
-        for name in {submodule.name for program in own.values() for submodule in submodules_of(program)}:
+    for stage, stage_programs in enumerate(programs):
+        for name in {
+            submodule.name for program in stage_programs.values() for submodule in submodules_of(program)
+        }:
             if seen.setdefault(name, stage) == stage:
                 continue
             if any(
@@ -377,12 +391,12 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, was in before:
-            each.training = was
+        for module, was in before:
+            module.training = was
 
 
 def _plain(boundaries: Sequence[Sequence[Like]]) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
-    return [[(each.shape, each.dtype) for each in boundary] for boundary in boundaries]
+    return [[(like.shape, like.dtype) for like in boundary] for boundary in boundaries]
 
 
 def _is_sequential(module: nn.Module) -> bool:

@@ -41,28 +41,28 @@ def objects_in(value: Any) -> Iterator[Any]:
     """The objects with attributes in nested containers; modules, tensors and functions apart."""
     left, seen = [value], set[int]()
     while left:
-        each = left.pop()
-        if isinstance(each, dict | list | tuple | set | frozenset):
-            if id(each) not in seen:  # a container may contain itself
-                seen.add(id(each))
-                left += _inside(each)
-        elif hasattr(each, "__dict__") and not (
-            isinstance(each, torch.Tensor | nn.Module | type) or callable(each)
+        item = left.pop()
+        if isinstance(item, dict | list | tuple | set | frozenset):
+            if id(item) not in seen:  # a container may contain itself
+                seen.add(id(item))
+                left += _inside(item)
+        elif hasattr(item, "__dict__") and not (
+            isinstance(item, torch.Tensor | nn.Module | type) or callable(item)
         ):
-            yield each
+            yield item
 
 
 def keeps_tensors(value: Any) -> bool:
     """Whether an object's attributes, or theirs, have a tensor that was computed without values."""
     left, seen = [value], set[int]()
     while left and len(seen) < _MOST:
-        each = left.pop()
-        if isinstance(each, torch.Tensor) and is_fake(each):
+        item = left.pop()
+        if isinstance(item, torch.Tensor) and is_fake(item):
             return True
-        if id(each) in seen or isinstance(each, torch.Tensor | nn.Module | type):
+        if id(item) in seen or isinstance(item, torch.Tensor | nn.Module | type):
             continue
-        seen.add(id(each))
-        left += _inside(each)
+        seen.add(id(item))
+        left += _inside(item)
     return False
 
 
@@ -122,21 +122,29 @@ def left_as_it_was(model: nn.Module, inside: set[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, module, own in before:
+        for name, module, earlier in before:
             now = _attributes(module)
             if name in inside and changed is None:
-                changed = next((f"{name or 'model'}.{each}" for each in _differing(own, now)), None)
-            vars(module).update({each: value for each, value in own.items() if each not in _RESTORED})
-            for each in vars(module).keys() - own.keys():
-                del vars(module)[each]
-            for each in _RESTORED:
-                kept = vars(module)[each]
-                if kept != own[each] if each == "_modules" else _differing(own[each], kept):
+                changed = next(
+                    (f"{name or 'model'}.{attribute}" for attribute in _differing(earlier, now)), None
+                )
+            vars(module).update(
+                {attribute: value for attribute, value in earlier.items() if attribute not in _RESTORED}
+            )
+            for attribute in vars(module).keys() - earlier.keys():
+                del vars(module)[attribute]
+            for attribute in _RESTORED:
+                kept = vars(module)[attribute]
+                if (
+                    kept != earlier[attribute]
+                    if attribute == "_modules"
+                    else _differing(earlier[attribute], kept)
+                ):
                     kept.clear()
-                    kept.update(own[each])
+                    kept.update(earlier[attribute])
         with torch.no_grad():
-            for each, value in buffers:
-                each.copy_(value)
+            for buffer, value in buffers:
+                buffer.copy_(value)
     if changed is not None:
         raise UnsupportedError(
             "forward of a module that is divided among stages assigns attributes, which recorded calls would not",
@@ -145,18 +153,18 @@ def left_as_it_was(model: nn.Module, inside: set[str]) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: dict(own) if name in _RESTORED else own for name, own in vars(module).items()}
+    return {name: dict(value) if name in _RESTORED else value for name, value in vars(module).items()}
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name in one.keys() | other.keys():
-        mine, its = one.get(name), other.get(name)
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    names = []
+    for name in before.keys() | after.keys():
+        was, now = before.get(name), after.get(name)
         if name in _RESTORED:
-            found += _differing(mine or {}, its or {})
-        elif mine is not its or (name in one) != (name in other):
-            found.append(name)
-    return sorted(found)
+            names += _differing(was or {}, now or {})
+        elif was is not now or (name in before) != (name in after):
+            names.append(name)
+    return sorted(names)
 
 
 _ROOT, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
@@ -208,11 +216,11 @@ def record(
         return recorder.end(output)
 
 
-def _fake(each: Any) -> Any:
+def _fake(value: Any) -> Any:
     """A tensor as the batch will have it."""
-    if not isinstance(each, torch.Tensor):
-        return each
-    return torch.empty(each.shape, dtype=each.dtype, requires_grad=each.requires_grad)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
 
 
 class _Recorder(TorchFunctionMode):
@@ -317,17 +325,17 @@ class _Recorder(TorchFunctionMode):
         stand_ins = private.mapped(self._stand_in, args), private.mapped(self._stand_in, kwargs)
         self._objects.update((id(object_), object_) for object_ in objects_in((args, kwargs)))
         draws, drawn = self._draws.count, Drawn.now()
-        given = [leaf for leaf in private.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [version_of(each) for each in given]
+        inputs = [leaf for leaf in private.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in inputs]
         self._suspended = True
         try:
             result = carry_out(*args, **kwargs)
         finally:
             self._suspended = False
             drawn.put_back()  # a module draws its own
-        tensors = [each for each in private.leaves(result) if isinstance(each, torch.Tensor)]
-        written = [each for each, was in zip(given, versions, strict=True) if version_of(each) != was]
-        if not tensors and (result is not None or not given):
+        tensors = [leaf for leaf in private.leaves(result) if isinstance(leaf, torch.Tensor)]
+        written = [tensor for tensor, was in zip(inputs, versions, strict=True) if version_of(tensor) != was]
+        if not tensors and (result is not None or not inputs):
             return result  # a shape, a type, a mode
         ambience = Ambience.now(self._device)
         in_place = (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
@@ -368,31 +376,31 @@ class _Recorder(TorchFunctionMode):
         if not memories:
             return ()
         return tuple(
-            Value(number) for number, each in enumerate(self._kept) if private.memory_of(each) in memories
+            Value(number) for number, kept in enumerate(self._kept) if private.memory_of(kept) in memories
         )
 
-    def _stand_in(self, each: Any) -> Any:
-        if isinstance(each, nn.Module):
-            return self._submodule(each)
-        if isinstance(each, MethodType) and isinstance(each.__self__, nn.Module):
-            return Submodule(self._submodule(each.__self__).name, each.__name__)
-        if not isinstance(each, torch.Tensor):
-            if _has_arguments(each):
-                raise self._refused("passes on a function of its own", getattr(each, "__qualname__", "?"))
-            return each
-        if value := self._values.get(id(each)):
+    def _stand_in(self, argument: Any) -> Any:
+        if isinstance(argument, nn.Module):
+            return self._submodule(argument)
+        if isinstance(argument, MethodType) and isinstance(argument.__self__, nn.Module):
+            return Submodule(self._submodule(argument.__self__).name, argument.__name__)
+        if not isinstance(argument, torch.Tensor):
+            if _has_arguments(argument):
+                raise self._refused("passes on a function of its own", getattr(argument, "__qualname__", "?"))
+            return argument
+        if value := self._values.get(id(argument)):
             return value
-        if name := self._attributes.get(id(each)):
+        if name := self._attributes.get(id(argument)):
             return Attribute(name)
-        if private.is_fake(each):
+        if private.is_fake(argument):
             raise self._refused(
-                "uses a tensor that no function of torch has given it", f"shape {list(each.shape)}"
+                "uses a tensor that no function of torch has given it", f"shape {list(argument.shape)}"
             )
-        if each.requires_grad:
+        if argument.requires_grad:
             raise self._refused(
-                "uses a tensor with gradients that is no parameter", f"shape {list(each.shape)}"
+                "uses a tensor with gradients that is no parameter", f"shape {list(argument.shape)}"
             )
-        return each
+        return argument
 
     def _submodule(self, module: nn.Module) -> Submodule:
         names = self._modules.get(id(module))

@@ -26,7 +26,7 @@ from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.strategies import helper_process
 from headway.strategies.decisions import Entry, Journal
-from headway.strategies.pipeline import runtime as lost
+from headway.strategies.pipeline import runtime as failures
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
 from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, StepWatch, number_and_candidate
@@ -67,14 +67,14 @@ class TunerProcess:
 
     def decisions(self) -> list[Decision]:
         """What it has decided since it was asked last."""
-        found = []
+        decided = []
         while not self._decisions.empty():
             decision = self._decisions.get()
             if decision is None:
                 self.is_alive = False
             else:
-                found.append(decision)
-        return found
+                decided.append(decision)
+        return decided
 
     def close(self) -> None:
         """End it."""
@@ -113,7 +113,7 @@ def _end(process: Popen[bytes], unsent: queue.Queue[bytes]) -> None:
 
 def decision_document(decision: Decision) -> dict[str, Any]:
     """``decision`` as JSON has it."""
-    links = {f"{one}{ARROW}{other}": gbps for (one, other), gbps in decision.links_gbps.items()}
+    links = {f"{sender}{ARROW}{receiver}": gbps for (sender, receiver), gbps in decision.links_gbps.items()}
     return {**asdict(decision), "links_gbps": links}
 
 
@@ -121,8 +121,8 @@ def decision_from(document: dict[str, Any]) -> Decision:
     """The decision that a document is of."""
     links = {}
     for way, gbps in document["links_gbps"].items():
-        one, other = way.split(ARROW)
-        links[int(one), int(other)] = gbps
+        sender, receiver = way.split(ARROW)
+        links[int(sender), int(receiver)] = gbps
     predicted_ms = tuple(document["predicted_ms"])
     return Decision(**{**document, "links_gbps": links, "predicted_ms": predicted_ms})
 
@@ -130,10 +130,10 @@ def decision_from(document: dict[str, Any]) -> Decision:
 def serve(read: IO[bytes], write: IO[bytes]) -> None:
     """Answer until there is nothing left to read. Of steps that came while it was thinking, all are taken in."""
     setup = json.loads(read.readline())
-    candidates = tuple(PipelineStrategy.model_validate(each) for each in setup["candidates"])
+    candidates = tuple(PipelineStrategy.model_validate(options) for options in setup["candidates"])
     tuner = Tuner(candidates, tuple(setup["boundary_bytes"]), setup["latency_us"])
     stages = len(tuner.boundary_bytes) + 1
-    ranks = [each.schedule_of(stages) for each in candidates]
+    ranks = [candidate.schedule_of(stages) for candidate in candidates]
     columns = [[Columns(schedule, rank) for rank in range(len(schedule.ranks))] for schedule in ranks]
     for line in read:
         rows = json.loads(line)["rows"]
@@ -208,7 +208,7 @@ class Follower:
             ranks, torch_private.group_timeout(steps.group), backend="gloo", use_local_synchronization=True
         )
         self._length = max(
-            Columns(each, rank).length for each in self._schedules for rank in range(self._ranks)
+            Columns(schedule, rank).length for schedule in self._schedules for rank in range(self._ranks)
         )
         self._watch = StepWatch()
         self._start = start
@@ -230,7 +230,7 @@ class Follower:
             self._tuner = None
 
     def _before_step(self) -> None:
-        with lost.named(self._steps.group, 0, "rank 0's word about the next order"):
+        with failures.named(self._steps.group, 0, "rank 0's word about the next order"):
             self._tell_and_hear()
 
     def _tell_and_hear(self) -> None:
@@ -249,21 +249,21 @@ class Follower:
     def _after_step(self) -> None:
         step = self._watch.ended()
         row = self._columns[self._current].row(self._number, self._current, step)
-        mine = torch.tensor(row + [0] * (self._length - len(row)))
+        padded_row = torch.tensor(row + [0] * (self._length - len(row)))
         first = self._steps.rank == 0
-        rows = [torch.empty_like(mine) for _ in range(self._ranks)] if first else []
+        rows = [torch.empty_like(padded_row) for _ in range(self._ranks)] if first else []
         if self._number == 0:
             self._set_up()
-        work = dist.gather(mine, rows or None, group=self._group, group_dst=0, async_op=True)
+        work = dist.gather(padded_row, rows or None, group=self._group, group_dst=0, async_op=True)
         assert work is not None
         self._told = work, rows
         self._number += 1
 
     def _set_up(self) -> None:
         """The first step is over: sizes of messages are known."""
-        mine = torch.tensor([self._runtime.received_bytes()])
-        sizes = [torch.empty_like(mine) for _ in range(self._ranks)]
-        dist.all_gather(sizes, mine, group=self._group)
+        received_bytes = torch.tensor([self._runtime.received_bytes()])
+        sizes = [torch.empty_like(received_bytes) for _ in range(self._ranks)]
+        dist.all_gather(sizes, received_bytes, group=self._group)
         if self._steps.rank == 0:
             boundary_bytes = tuple(int(siz) for siz in sizes[1:])
             self._tuner = self._start(Tuner(self._candidates, boundary_bytes))
@@ -302,7 +302,7 @@ def entry_of(decision: Decision, orders: Sequence[str]) -> Entry:
         reason=decision.reason,
         measured_ms=decision.measured_ms,
         predicted_ms=dict(zip(orders, decision.predicted_ms, strict=False)),
-        links_gbps={f"{one}>{other}": gbps for (one, other), gbps in decision.links_gbps.items()},
+        links_gbps={f"{sender}>{receiver}": gbps for (sender, receiver), gbps in decision.links_gbps.items()},
     )
 
 
@@ -310,17 +310,17 @@ def _offset_ns(group: dist.ProcessGroup, rank: int, ranks: int) -> int:
     """What brings this rank's clock onto rank 0's, by the fastest of some round trips (Cristian's algorithm)."""
     moment = torch.zeros(1, dtype=torch.int64)
     best = (0, 0)  # of a round trip: how long it took, and the offset that it says
-    for other in range(1, ranks):
+    for peer in range(1, ranks):
         for trip in range(ROUND_TRIPS):
-            if rank == other:
+            if rank == peer:
                 begin_ns = time.monotonic_ns()
                 dist.send(moment, group=group, group_dst=0)
                 dist.recv(moment, group=group, group_src=0)
                 end_ns = time.monotonic_ns()
-                found = end_ns - begin_ns, int(moment) - (begin_ns + end_ns) // 2
-                best = min(best, found) if trip else found
+                measured = end_ns - begin_ns, int(moment) - (begin_ns + end_ns) // 2
+                best = min(best, measured) if trip else measured
             elif rank == 0:
-                dist.recv(moment, group=group, group_src=other)
+                dist.recv(moment, group=group, group_src=peer)
                 moment[0] = time.monotonic_ns()
-                dist.send(moment, group=group, group_dst=other)
+                dist.send(moment, group=group, group_dst=peer)
     return best[1]

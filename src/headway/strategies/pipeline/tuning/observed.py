@@ -59,8 +59,8 @@ class Columns:
     def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
         program = program_of(schedule, rank)
         self._actions = schedule.ranks[rank]
-        self._sent = [each.message for each in program if isinstance(each, Send)]
-        self._received = [each.message for each in program if isinstance(each, Post)]
+        self._sent = [instruction.message for instruction in program if isinstance(instruction, Send)]
+        self._received = [instruction.message for instruction in program if isinstance(instruction, Post)]
 
     @property
     def length(self) -> int:
@@ -97,7 +97,7 @@ def number_and_candidate(row: Sequence[int]) -> tuple[int, int]:
     return row[0], row[1]
 
 
-_Asked = tuple[Sequence[dist.Work], "Future[int]"]
+_Request = tuple[Sequence[dist.Work], "Future[int]"]
 
 
 # What a rank sees of its own steps: when passes run, when messages are sent, and when they arrive.
@@ -177,20 +177,20 @@ class _Arrivals:
     """Waits for one sender's messages, in their order, on a thread that ends with this object."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        threading.Thread(target=_wait, args=(self._asked,), name="headway-arrivals", daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        threading.Thread(target=_wait, args=(self._requests,), name="headway-arrivals", daemon=True).start()
+        weakref.finalize(self, self._requests.put, None)
 
     def of(self, works: Sequence[dist.Work]) -> Future[int]:
         """When what ``works`` receive has arrived, or what waiting for it raises."""
         future: Future[int] = Future()
-        self._asked.put((works, future))
+        self._requests.put((works, future))
         return future
 
 
-def _wait(asked: queue.SimpleQueue[_Asked | None]) -> None:
-    while (one := asked.get()) is not None:
-        works, future = one
+def _wait(requests: queue.SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        works, future = request
         try:
             for work in works:
                 work.wait()

@@ -50,26 +50,26 @@ class Flight(NamedTuple):
 
 def flights_of(step: ObservedStep, boundary_bytes: Sequence[int]) -> list[Flight]:
     """All messages of a step, whose sizes are ``boundary_bytes`` of the boundaries that they cross."""
-    found = sorted(_unshared(step, boundary_bytes), key=lambda flight: flight.begin_ns)
-    moments = sorted({moment for flight in found for moment in (flight.begin_ns, flight.end_ns)})
-    alone_ns = [0.0] * len(found)
+    flights = sorted(_unshared(step, boundary_bytes), key=lambda flight: flight.begin_ns)
+    moments = sorted({moment for flight in flights for moment in (flight.begin_ns, flight.end_ns)})
+    alone_ns = [0.0] * len(flights)
     in_flight: set[int] = set()
-    coming = iter(range(len(found)))
+    coming = iter(range(len(flights)))
     upcoming = next(coming, None)
     for begin_ns, end_ns in pairwise(moments):
-        while upcoming is not None and found[upcoming].begin_ns <= begin_ns:
+        while upcoming is not None and flights[upcoming].begin_ns <= begin_ns:
             in_flight.add(upcoming)
             upcoming = next(coming, None)
-        in_flight = {number for number in in_flight if found[number].end_ns > begin_ns}
+        in_flight = {number for number in in_flight if flights[number].end_ns > begin_ns}
         sends, receives = defaultdict[int, int](int), defaultdict[int, int](int)
         for number in in_flight:
-            sender, receiver = found[number].way
+            sender, receiver = flights[number].way
             sends[sender] += 1
             receives[receiver] += 1
         for number in in_flight:
-            sender, receiver = found[number].way
+            sender, receiver = flights[number].way
             alone_ns[number] += (end_ns - begin_ns) / max(sends[sender], receives[receiver])
-    return [flight._replace(alone_ns=took) for flight, took in zip(found, alone_ns, strict=True)]
+    return [flight._replace(alone_ns=took) for flight, took in zip(flights, alone_ns, strict=True)]
 
 
 def _unshared(step: ObservedStep, boundary_bytes: Sequence[int]) -> Iterator[Flight]:
@@ -82,11 +82,11 @@ def _unshared(step: ObservedStep, boundary_bytes: Sequence[int]) -> Iterator[Fli
         for message, span in receiver.received.items():
             sent_ns = step.ranks[message.sender].sent_ns[message]
             by_way[message.sender, message.receiver].append((sent_ns, span.begin_ns, span.end_ns, message))
-    for way, own in by_way.items():
-        own.sort()
+    for way, messages in by_way.items():
+        messages.sort()
         back = sorted((sent_ns, end_ns) for sent_ns, _, end_ns, _ in by_way.get((way[1], way[0]), ()))
         free_ns = 0
-        for sent_ns, posted_ns, end_ns, message in own:
+        for sent_ns, posted_ns, end_ns, message in messages:
             ready_ns = max([posted_ns, *(ended for began, ended in back if began < posted_ns < ended)])
             begin_ns = max(sent_ns, min(ready_ns, end_ns), free_ns)
             free_ns = end_ns
@@ -109,10 +109,10 @@ class LinkEstimate(NamedTuple):
     messages: int
     seen: int
 
-    def differs_from(self, other: LinkEstimate, share: float) -> bool:
+    def differs_from(self, reference: LinkEstimate, share: float) -> bool:
         """Whether another one is farther away than ``share``, and than both uncertainties."""
-        apart = abs(math.log(self.gbps / other.gbps))
-        return apart > max(math.log1p(share), math.hypot(self.uncertainty, other.uncertainty))
+        apart = abs(math.log(self.gbps / reference.gbps))
+        return apart > max(math.log1p(share), math.hypot(self.uncertainty, reference.uncertainty))
 
 
 def estimate(flights: Iterable[Flight], latency_ns: float, seen: int) -> dict[Way, LinkEstimate]:
@@ -120,15 +120,15 @@ def estimate(flights: Iterable[Flight], latency_ns: float, seen: int) -> dict[Wa
     by_way: dict[Way, list[Flight]] = defaultdict(list)
     for flight in flights:
         by_way[flight.way].append(flight)
-    return {way: _estimate(own, latency_ns, seen) for way, own in by_way.items()}
+    return {way: _estimate(way_flights, latency_ns, seen) for way, way_flights in by_way.items()}
 
 
 def _estimate(flights: Sequence[Flight], latency_ns: float, seen: int) -> LinkEstimate:
     took_ns = [max(SHORTEST_NS, flight.alone_ns - latency_ns) for flight in flights]
-    each = [ns / flight.size_bytes for ns, flight in zip(took_ns, flights, strict=True)]
+    ns_per_byte = [ns / flight.size_bytes for ns, flight in zip(took_ns, flights, strict=True)]
     mean = sum(took_ns) / sum(flight.size_bytes for flight in flights)
     count = len(flights)
-    spread = math.sqrt(sum((one - mean) ** 2 for one in each) / max(1, count - 1)) / mean
+    spread = math.sqrt(sum((value - mean) ** 2 for value in ns_per_byte) / max(1, count - 1)) / mean
     uncertainty = 2 * spread / math.sqrt(count) if count > 1 else 1.0
     return LinkEstimate(min(MOST_GBPS, max(LEAST_GBPS, 8 / mean)), uncertainty, count, seen)
 
@@ -139,18 +139,18 @@ def cluster_of(estimates: dict[Way, LinkEstimate], ranks: int, latency_ns: float
     What ranks of one host share is in what their messages took.
     """
     up, down = ([0.0] * ranks for _ in range(2))
-    for (sender, receiver), found in estimates.items():
-        up[sender] = max(up[sender], found.gbps)
-        down[receiver] = max(down[receiver], found.gbps)
-    fastest = max((found.gbps for found in estimates.values()), default=1.0)
+    for (sender, receiver), link in estimates.items():
+        up[sender] = max(up[sender], link.gbps)
+        down[receiver] = max(down[receiver], link.gbps)
+    fastest = max((link.gbps for link in estimates.values()), default=1.0)
     hosts = tuple(
         Host(name=f"rank{rank}", workers=1, up_gbps=up[rank] or fastest, down_gbps=down[rank] or fastest)
         for rank in range(ranks)
     )
     paths = tuple(
-        SlowPath(source=f"rank{sender}", target=f"rank{receiver}", gbps=found.gbps)
-        for (sender, receiver), found in sorted(estimates.items())
-        if found.gbps < min(up[sender], down[receiver])
+        SlowPath(source=f"rank{sender}", target=f"rank{receiver}", gbps=link.gbps)
+        for (sender, receiver), link in sorted(estimates.items())
+        if link.gbps < min(up[sender], down[receiver])
     )
     return Cluster(
         hosts=hosts, latency_us=latency_ns / 1e3, paths=paths, source="seen from a pipeline's messages"
@@ -206,10 +206,10 @@ class PlayedSteps:
                 received[message.receiver][message] = Span(posted_ns, arrived_ns)
         ranks = (
             RankStep(
-                own[0].begin_ns, own[-1].end_ns, outside_ns[rank],
-                dict(zip(self._schedule.ranks[rank], own, strict=True)), sent[rank], received[rank],
+                rank_spans[0].begin_ns, rank_spans[-1].end_ns, outside_ns[rank],
+                dict(zip(self._schedule.ranks[rank], rank_spans, strict=True)), sent[rank], received[rank],
             )
-            for rank, own in enumerate(spans)
+            for rank, rank_spans in enumerate(spans)
         )  # fmt: skip
         return ObservedStep(number, candidate, tuple(ranks))
 
@@ -268,15 +268,17 @@ class Tuner:
     def after(self, step: ObservedStep) -> Tuner:
         """The tuner that has seen one more step, whose ``latest`` is its decision."""
         seen = replace(self, window=(*self.window, step)[-WINDOW_STEPS:])
-        own = seen._links_of([step])
-        changed = [way for way, found in own.items() if way in self.links and self._has_changed(way, found)]
+        latest_links = seen._links_of([step])
+        changed = [
+            way for way, link in latest_links.items() if way in self.links and self._has_changed(way, link)
+        ]
         if changed:
             seen = replace(seen, window=(step,), switched=None)
         seen = replace(seen, links={**self.links, **seen._links_of(seen.window)})
-        return seen._decided(step, {way: own[way] for way in changed})
+        return seen._decided(step, {way: latest_links[way] for way in changed})
 
-    def _has_changed(self, way: Way, found: LinkEstimate) -> bool:
-        return found.messages > 1 and found.differs_from(self.links[way], CHANGED_BY)
+    def _has_changed(self, way: Way, link: LinkEstimate) -> bool:
+        return link.messages > 1 and link.differs_from(self.links[way], CHANGED_BY)
 
     def _links_of(self, steps: Sequence[ObservedStep]) -> dict[Way, LinkEstimate]:
         flights = (flight for step in steps for flight in flights_of(step, self.boundary_bytes))
@@ -294,16 +296,16 @@ class Tuner:
         gain, noise = _gain(now, played[best])
         needed = max(self._least_gain(step, best), noise)
         predicted_ms = tuple(map(statistics.mean, played))
-        said = f"{self.candidates[best].describe()} is expected to take {predicted_ms[best]:.0f} ms a step"
+        forecast = (
+            f"{self.candidates[best].describe()} is expected to take {predicted_ms[best]:.0f} ms a step"
+        )
         reason = "the order in force is the fastest on the network as it is seen"
         chosen = step.candidate
         if best != step.candidate and gain <= needed:
-            reason = f"{said}, {gain:.1%} less: not more than {needed:.1%}, which a switch is worth"
+            reason = f"{forecast}, {gain:.1%} less: not more than {needed:.1%}, which a switch is worth"
         elif best != step.candidate:
             chosen = best
-            reason = (
-                f"{said}, and {self.candidates[step.candidate].describe()} {predicted_ms[step.candidate]:.0f}"
-            )
+            reason = f"{forecast}, and {self.candidates[step.candidate].describe()} {predicted_ms[step.candidate]:.0f}"
         if changed:
             reason += f"; {_slowest(changed)}"
         rates = {way: link.gbps for way, link in self.links.items()}
@@ -355,25 +357,25 @@ def _timeline(rank: int, number: int, step: RankStep, outside_ns: int) -> Timeli
 
 def _gain(now_ms: Sequence[float], other_ms: Sequence[float]) -> tuple[float, float]:
     """How much shorter other steps are, as a share, and by how much the mean of this varies with the step."""
-    gains = [1 - other / now for now, other in zip(now_ms, other_ms, strict=True)]
+    gains = [1 - alternative / now for now, alternative in zip(now_ms, other_ms, strict=True)]
     noise = 2 * statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else LEAST_GAIN
     return statistics.mean(gains), noise
 
 
 def _slowest(changed: Mapping[Way, LinkEstimate]) -> str:
-    (sender, receiver), found = min(changed.items(), key=lambda item: item[1].gbps)
+    (sender, receiver), link = min(changed.items(), key=lambda item: item[1].gbps)
     return (
-        f"the network has changed: {sender} to {receiver} carried {found.gbps * 1e3:.0f} Mbit/s in this step"
+        f"the network has changed: {sender} to {receiver} carried {link.gbps * 1e3:.0f} Mbit/s in this step"
     )
 
 
 def candidates_of(strategy: PipelineStrategy) -> tuple[PipelineStrategy, ...]:
     """What a strategy lets its tuner choose among: its own order first, its groups of other sizes, other orders."""
-    own = strategy.model_copy(update={"group_sizes": (), "other_orders": ()})
+    base = strategy.model_copy(update={"group_sizes": (), "other_orders": ()})
     sizes = [size for size in strategy.group_sizes if size != strategy.group_size]
-    alone = own.model_copy(update={"group_size": 1, "receive_buffers": None})
+    alone = base.model_copy(update={"group_size": 1, "receive_buffers": None})
     return (
-        own,
-        *(own.model_copy(update={"group_size": size}) for size in sizes),
+        base,
+        *(base.model_copy(update={"group_size": size}) for size in sizes),
         *(alone.model_copy(update={"order": order}) for order in strategy.other_orders),
     )
