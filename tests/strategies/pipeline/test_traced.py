@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import PlanError, UnsupportedError, UserError
-from headway.strategies.pipeline.traced import TracedCut, traced_cut
+from headway.strategies.pipeline.cutting import TracedCut, traced_cut
 
 CPU = torch.device("cpu")
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
     from headway.strategies.base import Strategy
-    from headway.strategies.pipeline.pipelined import PipelinedModel
-    from headway.strategies.pipeline.placement import Placement, Replicate
+    from headway.strategies.pipeline.pipelined import PipelinedModel, Placement, Replicate
 
 
 def candidates(job: Job) -> Iterator[PipelineStrategy]:

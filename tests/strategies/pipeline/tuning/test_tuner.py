@@ -11,8 +11,13 @@ from headway.model import ModelSpec
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.tuning.follower import decision_document, decision_from
 from headway.strategies.pipeline.tuning.observed import Columns
-from headway.strategies.pipeline.tuning.simulated import followed
-from headway.strategies.pipeline.tuning.tuner import PlayedSteps, Tuner, candidates_of, step_times_ms
+from headway.strategies.pipeline.tuning.tuner import (
+    PlayedSteps,
+    Tuner,
+    candidates_of,
+    followed,
+    step_times_ms,
+)
 
 RANKS, MICRO_BATCHES, BOUNDARY_BYTES = 4, 8, 2**20
 FOLLOWING = PipelineStrategy(

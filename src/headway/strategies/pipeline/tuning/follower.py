@@ -28,8 +28,8 @@ from headway.strategies import helper_process
 from headway.strategies.decisions import Entry, Journal
 from headway.strategies.pipeline import runtime as failures
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.runtime import PipelineRuntime
-from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, StepWatch, number_and_candidate
+from headway.strategies.pipeline.runtime import PipelineRuntime, StepWatch
+from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, number_and_candidate
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner, candidates_of
 from headway.torch_private.pipelining import PipelineSteps
 
