@@ -324,9 +324,13 @@ def test_tensor_parallelism_within_hosts() -> None:
         (PredictedPipeline(stages=3), 4, "whole pipelines"),
         (PredictedPipeline(), 32, "at most 14"),
         (PredictedPipeline(micro_batches=100), 2, "fewer samples than micro-batches"),
-        (PredictedPipeline(split_points=("nowhere",)), 2, "where a split point says"),
-        (PredictedPipeline(split_points=("transformer.h.0.attn",)), 2, "where a split point says"),
-        (PredictedPipeline(split_points=("transformer.h.2", "transformer.h.4")), 2, "do not make the stages"),
+        (PredictedPipeline(split_points=("nowhere",)), 2, "at this split point"),
+        (PredictedPipeline(split_points=("transformer.h.0.attn",)), 2, "at this split point"),
+        (
+            PredictedPipeline(split_points=("transformer.h.2", "transformer.h.4")),
+            2,
+            "do not give the requested number of stages",
+        ),
     ],
 )
 def test_what_is_refused(strategy: PredictedPipeline, workers: int, said: str) -> None:

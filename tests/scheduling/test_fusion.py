@@ -225,5 +225,5 @@ def test_what_stock_ddp_cannot_do_is_refused() -> None:
         fusion.bucket_caps_mb(each_alone(model)[::-1], model)
     other = ParameterSpec(name="x", shape=(3,), dtype="float64", module="x")
     mixed = ModelSpec(parameters=(*model.parameters, other))
-    with pytest.raises(PlanError, match="each dtype"):
+    with pytest.raises(PlanError, match="per dtype"):
         fusion.bucket_caps_mb(each_alone(mixed), mixed)

@@ -147,7 +147,7 @@ def test_open_decisions_are_named() -> None:
 def test_decisions_need_somebody_to_take_them() -> None:
     builder = OperationGraphBuilder()
     builder.decision()
-    with pytest.raises(ValueError, match="nobody is there to take them"):
+    with pytest.raises(ValueError, match="has decisions but no decider"):
         play(builder.close())
 
 

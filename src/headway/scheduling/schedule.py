@@ -1,4 +1,4 @@
-"""What a strategy decides: one of a few kinds of schedule, each an immutable value."""
+"""``Schedule``: the union of all schedules that a strategy may decide."""
 
 from __future__ import annotations
 
@@ -18,6 +18,5 @@ Schedule = (
     | PeriodicSchedule
     | ShardSchedule
 )
-"""Gradients in buckets, over all ranks; micro-batches through stages, of one pipeline or of several side by side;
-models averaged in groups of ranks, which are fixed or formed while training; models of all ranks averaged at the end of
-each period; or parameters in shards, each of which has a server."""
+"""Buckets of gradients over all ranks; one pipeline, or several replicated ones; averaging in groups that are fixed or
+formed during training; periodic averaging; or parameter shards with a server each."""

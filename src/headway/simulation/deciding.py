@@ -50,7 +50,7 @@ class DeadlockError(ValueError):
         self.undecided = undecided
         self.waiting = waiting
         since = ", ".join(f"{number} since {since_ns} ns" for number, since_ns in undecided.items())
-        super().__init__(f"{waiting} operations wait for ever: {who or f'open decisions {since or None}'}")
+        super().__init__(f"{waiting} operations wait forever: {who or f'open decisions {since or None}'}")
 
 
 def play_deciding(

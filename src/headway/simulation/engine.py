@@ -78,7 +78,7 @@ def play(graph: OperationGraph) -> PlayedTimes:
         return PlayedTimes(nothing, nothing)
     counts = play_on(graph, first_state(graph)).counts
     if counts[kernel.STATUS] == kernel.PAUSED:
-        raise ValueError("the graph has decisions, and nobody is there to take them")
+        raise ValueError("the graph has decisions but no decider")
     if missing := len(graph) - int(counts[kernel.PLAYED]):
         raise ValueError(f"the graph has a cycle: {missing} operations wait for each other")
     return played_times(graph)

@@ -111,7 +111,7 @@ def check_size(ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy
     operations = operations_of(ranks, job, strategy, schedule)
     if operations > MAX_OPERATIONS:
         raise UserError(
-            "the replay would be too large",
+            "the replay is too large",
             got=f"about {operations:.1e} operations, {operations * BYTES_AN_OPERATION / 1e9:.0f} GB",
             expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
             fix="Replay fewer workers, or record fewer steps.",
@@ -385,8 +385,8 @@ def check_dimension(job: Job, strategy: Strategy) -> None:
     """Raise PlanError where ``strategy`` trains whole models and the model of ``job`` is cut into stages."""
     if len(job.stages) > 1 and not fits(job, type(strategy)):
         raise PlanError(
-            "this strategy trains a whole model on every rank",
-            got=f"{strategy.describe()}, and a model that is cut into {len(job.stages)} stages",
+            "this strategy needs the whole model on every rank",
+            got=f"{strategy.describe()}, and a model split into {len(job.stages)} stages",
             expected="a pipeline",
         )
 
@@ -395,10 +395,10 @@ def check_members_stay(job: Job, strategy: Strategy) -> None:
     """Raise UnsupportedError where ranks of ``job`` die or join, and ``strategy`` has all finish steps together."""
     if job.incidents.change_members:
         raise UnsupportedError(
-            "ranks finish their steps together under this strategy: a death would stop the job, and nobody can join it",
+            "this strategy cannot lose or gain ranks: all ranks finish each step together",
             got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
-            expected="a strategy whose ranks go on without each other, such as partial-all-reduce",
-            fix="Leave dies: and joins: out, or replay such a plan.",
+            expected="a strategy that tolerates missing ranks, such as partial-all-reduce",
+            fix="Remove dies: and joins:, or replay a plan with such a strategy.",
         )
 
 
@@ -407,9 +407,9 @@ def check_lives_through(job: Job, strategy: Strategy) -> None:
     plugin = plugin_of(strategy)
     if job.incidents.are_there and plugin.has_horizon and not plugin.simulates_incidents:
         raise UnsupportedError(
-            "no random slowdowns, deaths or joins are simulated under this strategy",
+            "cannot simulate random slowdowns, deaths or joins under this strategy",
             got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
-            expected="partial-all-reduce, or for slowdowns a strategy whose ranks finish steps together",
+            expected="partial-all-reduce; for slowdowns also a synchronous strategy",
         )
 
 

@@ -32,7 +32,7 @@ def incidents_of(texts: Iterable[str]) -> tuple[Incidents, list[str]]:
             incidents = changed
     if (rank := incidents.twice()) is not None:
         raise UserError(
-            f"--what-if: rank {rank} dies or joins twice, one time after the other", got=", ".join(incidents.describe()),
+            f"--what-if: rank {rank} dies or joins twice in a row", got=", ".join(incidents.describe()),
             expected="a death between two joins, and a join between two deaths",
         )  # fmt: skip
     return incidents, remaining
@@ -197,13 +197,13 @@ class WhatIf:
         for key, name in named_hosts:
             if name not in names:
                 hosts = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
-                raise UserError(f"--what-if {key}: there is no such host", got=repr(name), expected=hosts)
+                raise UserError(f"--what-if {key}: unknown host", got=repr(name), expected=hosts)
         named = [("compute", rank) for rank in self.rank_factors]
         named += [("dies or joins", rank) for rank in sorted(self.incidents.ranks)]
         for key, rank in named:
             if rank >= changed.world_size:
                 expected = f"0 to {changed.world_size - 1}"
-                raise UserError(f"--what-if {key}: there is no such rank", got=rank, expected=expected)
+                raise UserError(f"--what-if {key}: unknown rank", got=rank, expected=expected)
         return changed.model_copy(
             update={
                 "hosts": tuple(map(self._linked, changed.hosts)) if self.link_factors else changed.hosts,
@@ -233,7 +233,8 @@ class WhatIf:
             if factor != 1.0
         ]
         changes += [
-            f"others' {format_rate(flow.gbps)} from {flow.source} to {flow.target}" for flow in self.traffic
+            f"other traffic of {format_rate(flow.gbps)} from {flow.source} to {flow.target}"
+            for flow in self.traffic
         ]
         if self.workers is not None:
             changes.append(

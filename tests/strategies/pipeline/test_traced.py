@@ -175,14 +175,14 @@ def decides(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        (decides, "cannot be traced: it decides by the value of a tensor"),
-        (lambda self, x: self.b(x * x.max().item()), "decides by the value of a tensor"),
-        (lambda self, x: self.b(x * random.random()), "draws random numbers of Python or numpy"),
-        (assigns, "assigns attributes, which recorded calls would not; got model.found"),
+        (decides, "cannot be traced: it branches on the value of a tensor"),
+        (lambda self, x: self.b(x * x.max().item()), "branches on the value of a tensor"),
+        (lambda self, x: self.b(x * random.random()), "draws random numbers with Python or numpy"),
+        (assigns, "assigns attributes, which the stages would not; got model.found"),
         (changes_a_buffer, "changes a parameter or a buffer between modules; got steps"),
-        (checkpoints_a_function, "passes on a function of its own"),
+        (checkpoints_a_function, "passes on a closure or a function with default arguments"),
         (remembers, "passes on an object that keeps tensors .*; got Memory"),
-        (lambda self, x: (self.b(x), self.a.bias), "returns a tensor that it has not computed"),
+        (lambda self, x: (self.b(x), self.a.bias), "returns a tensor that it did not compute"),
         (lambda self, x: self.b(self.missing(x)), "failed on tensors without values; got AttributeError"),
     ],
 )  # fmt: skip
@@ -289,10 +289,10 @@ def test_the_default_cut_looks_into_what_is_large() -> None:
     [
         (("transformer.g.1",), 2, "that the model does not have; got transformer.g.1; expected .*transformer.h.1"),
         (("transformer.h",), 2, "a module that forward does not call; got transformer.h; expected .*transformer.h.0"),
-        (("transformer.h.3", "transformer.h.1"), 3, "do not cut the model into as many stages"),
-        (("transformer.h.1",), 3, "do not cut the model into as many stages .* expected 2 modules"),
-        (("transformer.wte",), 2, "a stage would have no parameters to train; got stage 0"),
-        (("transformer.drop", "transformer.h.0"), 3, "a stage would have no parameters to train; got stage 1"),
+        (("transformer.h.3", "transformer.h.1"), 3, "do not give one stage per rank"),
+        (("transformer.h.1",), 3, "do not give one stage per rank .* expected 2 modules"),
+        (("transformer.wte",), 2, "a stage has no parameters to train; got stage 0"),
+        (("transformer.drop", "transformer.h.0"), 3, "a stage has no parameters to train; got stage 1"),
         ((), 40, "too few places where one tensor is handed on .* Give split_points, of transformer.wpe"),
     ],
 )  # fmt: skip
@@ -323,7 +323,7 @@ def test_what_several_stages_would_keep_statistics_of_is_refused() -> None:
             found: torch.Tensor = self.a(self.b(self.a(x)))
             return found
 
-    with pytest.raises(UnsupportedError, match="several stages call keeps statistics"):
+    with pytest.raises(UnsupportedError, match="several stages call a module with running statistics"):
         cut(Shared().double(), ("b",), example=images(4))
 
 
@@ -359,12 +359,12 @@ def test_an_evaluation_that_hands_on_something_else_is_said() -> None:
             return found + y if self.training else found
 
     said = cut(Wider(), ("b",), example=rows()).not_evaluated
-    assert "hand on other tensors in evaluation than in training" in said
+    assert "exchange different tensors in evaluation than in training" in said
 
 
 @pytest.mark.parametrize("example", [tokens(5), torch.tensor(1.0), {}, (tokens(4), tokens(6))])
 def test_examples_that_do_not_split_are_refused(example: Any) -> None:
-    with pytest.raises(UserError, match="example_batch does not split into micro-batches of one size"):
+    with pytest.raises(UserError, match="cannot split example_batch into micro-batches of equal size"):
         cut(made(GPT), ("transformer.h.2",), example=example)
 
 
@@ -373,5 +373,7 @@ def test_models_of_dtensors_are_refused() -> None:
 
     model = made(GPT)
     model.register_buffer("sharded", torch.zeros(2).as_subclass(DTensorLike))
-    with pytest.raises(UnsupportedError, match="a model of DTensors is not cut into stages; got sharded"):
+    with pytest.raises(
+        UnsupportedError, match="cannot split a model with DTensor parameters into stages; got sharded"
+    ):
         cut(model, ("transformer.h.2",))

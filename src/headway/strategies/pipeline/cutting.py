@@ -1,4 +1,4 @@
-"""Cuts a module into the stages of a pipeline: an ``nn.Sequential`` by its children, others by the calls of their forward.
+"""Splits a module into pipeline stages: an ``nn.Sequential`` by its children, others by the calls of their forward.
 
 The forward of other modules is recorded once in training and once in evaluation mode (``tracing``), and divided among
 stages (``dividing``).
@@ -26,7 +26,7 @@ from headway.torch_private.tracing import leaves, mapped
 class _Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
-        return received.detach()  # no view, for autograd: those of a function cannot be changed in place
+        return received.detach()  # not a view: autograd forbids changing a function's views in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class _Same(torch.autograd.Function):
 
 
 def changeable(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The same tensors in the same memory, as results of an operation where they are leaves with gradients.
+    """Returns tensors that may be changed in place, in the same memory: leaves become results of an operation.
 
     Autograd refuses to have leaves changed in place, and a stage's inputs are leaves. Nothing else reads what a stage
     has received: the stage before it has the original, and if the stage itself has saved it for its backward, autograd
@@ -53,7 +53,10 @@ def changeable(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """``stages[s]`` are the names of the children of stage ``s``; ``tied`` are names of one parameter in several."""
+    """How an ``nn.Sequential`` is split.
+
+    ``stages[s]`` names the children of stage ``s``; each entry of ``tied`` lists the names of one shared parameter.
+    """
 
     stages: tuple[tuple[str, ...], ...]
     tied: tuple[tuple[str, ...], ...]
@@ -61,12 +64,12 @@ class Cut:
     not_evaluated: ClassVar[str] = ""
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stage of a parameter or a buffer."""
+        """The stages that hold a parameter or a buffer."""
         child = name.partition(".")[0]
         return tuple(stage for stage, children in enumerate(self.stages) if child in children)
 
     def signature(self) -> str:
-        """What all ranks have to agree on."""
+        """A text that must be equal on all ranks."""
         return repr(self.stages)
 
     def module(self, model: nn.Module, stage: int) -> nn.Module:
@@ -79,7 +82,7 @@ class Cut:
         return stage_module
 
     def arguments(self, stage: int) -> dict[str, Any]:
-        """What ``PipelineStage`` is told: torch finds out itself what stages hand on."""
+        """No arguments for ``PipelineStage``: torch infers the shapes between stages."""
         del stage
         return {}
 
@@ -99,16 +102,16 @@ def _make_changeable(_stage: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:
-    """Cut ``model`` into ``stages`` at ``split_points``, each the child at which a stage begins, or evenly.
+    """Split ``model`` into ``stages`` that begin at the children ``split_points``, or evenly without them.
 
-    Raises UnsupportedError for a module other than ``nn.Sequential``, which calls its children one after the other,
-    PlanError for points that are none of its children, not in their order, or of another number of stages.
+    Raises UnsupportedError for a module other than ``nn.Sequential``; PlanError for points that are not its children,
+    are out of order, or do not match ``stages``.
     """
     if not isinstance(model, nn.Sequential):
         raise UnsupportedError(
-            "only a torch.nn.Sequential is cut into stages without an example of a batch",
+            "only torch.nn.Sequential can be split into stages without an example batch",
             got=type(model).__name__,
-            fix="Give parallelize example_batch, a batch as train_step will be given them.",
+            fix="Pass example_batch to headway.parallelize: a batch like those for train_step.",
         )
     names = [name for name, _ in _children(model)]
     begins = _at_points(names, stages, split_points) if split_points else _balanced(model, stages)
@@ -120,20 +123,20 @@ def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:
 
 
 def _children(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """All of them in order: ``named_children`` leaves out a module that comes again."""
+    """All children in order, repeated ones included (``named_children`` skips those)."""
     modules = model.named_modules(remove_duplicate=False)
     return [(name, module) for name, module in modules if name and "." not in name]
 
 
 def _check_buffers(model: nn.Module, model_cut: Cut) -> None:
-    """Raise UnsupportedError where stages on several ranks would each change a buffer of their own."""
+    """Raise UnsupportedError if several stages share a buffer: each rank would change its own copy."""
     stages: dict[int, set[int]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         stages.setdefault(id(buffer), set()).update(model_cut.stages_of(name))
         if len(stages[id(buffer)]) > 1:
             raise UnsupportedError(
-                "several stages share a buffer", got=name, expected="buffers that one stage has",
-                fix="Construct a module for each place in the Sequential, or cut behind the last.",
+                "several stages share a buffer", got=name, expected="buffers that only one stage uses",
+                fix="Construct a separate module for each place in the Sequential, or split after the last.",
             )  # fmt: skip
 
 
@@ -141,21 +144,21 @@ def _at_points(names: Sequence[str], stages: int, points: Sequence[str]) -> list
     unknown = [point for point in points if point not in names]
     if unknown:
         raise PlanError(
-            "the plan begins stages at modules that the model does not have", got=", ".join(unknown),
+            "split_points names modules that the model does not have", got=", ".join(unknown),
             expected=f"children of the model: {', '.join(names[:16])}{' …' if len(names) > 16 else ''}",
-            fix="Modules inside of them need example_batch." * any("." in point for point in unknown),
+            fix="To split inside a child, pass example_batch." * any("." in point for point in unknown),
         )  # fmt: skip
     begins = [0, *(names.index(point) for point in points)]
     if len(begins) != stages or any(earlier >= later for earlier, later in pairwise(begins)):
         raise PlanError(
-            "the plan's split_points do not cut the model into as many stages as there are ranks",
-            got=", ".join(points), expected=f"{stages - 1} children but the first, in their order",
+            "split_points do not give one stage per rank",
+            got=", ".join(points), expected=f"{stages - 1} children other than the first, in order",
         )  # fmt: skip
     return begins
 
 
 def _balanced(model: nn.Sequential, stages: int) -> list[int]:
-    """Time is taken to be in proportion to parameters: nothing else is known of a module that was not recorded."""
+    """Balances stages by parameters: nothing else is known about a module that was not recorded."""
     layers = []
     for name, child in _children(model):
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
@@ -176,21 +179,21 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def split_up(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and keyword arguments: a dict has the latter, a tuple or a list the former."""
+    """A batch as (positional, keyword) arguments: a dict is keywords, a tuple or list is positional."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
 def micro_batch_of(example: tuple[Any, Any], micro_batches: int) -> tuple[Any, Any]:
-    """The first micro-batch. Raises UserError where all are not of one size."""
+    """The first micro-batch of ``example``. Raises UserError unless it splits into equal micro-batches."""
     tensors = [leaf for leaf in leaves(example) if isinstance(leaf, torch.Tensor)]
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(rows) != 1 or 0 in rows or next(iter(rows)) % micro_batches:
         raise UserError(
-            "example_batch does not split into micro-batches of one size", got=said_of(tensors) or "no tensor",
-            expected=f"tensors of one number of samples, a multiple of {micro_batches}, in their first dimension",
-            fix="Expand what holds for all samples to each of them.",
+            "cannot split example_batch into micro-batches of equal size", got=said_of(tensors) or "no tensor",
+            expected=f"tensors whose first dimension is the same multiple of {micro_batches}",
+            fix="Expand tensors that all samples share along the first dimension.",
         )  # fmt: skip
     size = next(iter(rows)) // micro_batches
     first: tuple[Any, Any] = mapped(
@@ -200,19 +203,19 @@ def micro_batch_of(example: tuple[Any, Any], micro_batches: int) -> tuple[Any, A
 
 
 def form_of(example: Any) -> Any:
-    """All of a batch but its tensors."""
+    """The structure of a batch without its tensors, as text."""
     return repr(mapped(lambda leaf: "tensor" if isinstance(leaf, torch.Tensor) else leaf, example))
 
 
 def said_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Their types and shapes."""
+    """The dtypes and shapes of ``tensors``, as text."""
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
 
 
 class TracedStage(nn.Module):
-    """One stage: the submodules, parameters and buffers of a model that its calls need, under their own names.
+    """One stage: the submodules, parameters and buffers that its calls need, under their names in the model.
 
-    It makes the calls of the forward in training or in evaluation, as its mode is.
+    In training and in evaluation mode it makes the calls recorded in that mode.
     """
 
     def __init__(self, programs: Mapping[bool, Program], device: torch.device) -> None:
@@ -220,11 +223,11 @@ class TracedStage(nn.Module):
         self.__dict__.update(_headway_programs=programs, _headway_device=device)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Make this stage's calls of what it is given; returns a tensor or a tuple of several."""
+        """Run this stage's calls on ``inputs``; returns a tensor, or a tuple of several."""
         program: Program | None = self.__dict__["_headway_programs"].get(self.training)
         if program is None:
             raise UserError(
-                "this pipeline has no evaluation, and its stage is in that mode", fix="Call train()."
+                "this pipeline cannot evaluate, but its stage is in evaluation mode", fix="Call train()."
             )
         return program.run(self, changeable(inputs), self.__dict__["_headway_device"])
 
@@ -232,7 +235,7 @@ class TracedStage(nn.Module):
 def traced_stage(
     model: nn.Module, programs: Mapping[bool, Program], names: frozenset[str], device: torch.device
 ) -> TracedStage:
-    """The stage, of the submodules, parameters and buffers of ``model``."""
+    """Build the stage from the submodules, parameters and buffers of ``model``."""
     stage = TracedStage(programs, device)
     modules = {submodule.name for program in programs.values() for submodule in submodules_of(program)}
     called = {id(model.get_submodule(name)) for name in modules}
@@ -258,7 +261,7 @@ def submodules_of(program: Program) -> Iterator[Submodule]:
 
 
 def names_of(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tuple[frozenset[str], ...]:
-    """The parameters and buffers of each stage. What none uses is where it has another name, or on the first."""
+    """The parameters and buffers of each stage. Unused ones go where an alias is used, or to the first stage."""
     state = [*state_of(model)]
     modules = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     names_of_stages: list[set[str]] = []
@@ -289,23 +292,23 @@ def names_of(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tu
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, under all their names."""
+    """All parameters and buffers, once for each name."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def dots_in(name: str) -> Iterator[int]:
-    """Where the names of the modules around one end."""
+    """The positions of the dots in a name: where the names of its enclosing modules end."""
     return (at for at, character in enumerate(name) if character == ".")
 
 
 def _owners(name: str) -> Iterator[str]:
-    """The modules that a parameter or a buffer is inside of, but the model itself."""
+    """The names of the modules that contain a parameter or a buffer, without the model itself."""
     return (name[:at] for at in dots_in(name))
 
 
 def _owner(root: nn.Module, name: str) -> nn.Module:
-    """The module that has the parameter, buffer or module of that name, empty ones where there are none."""
+    """The module that holds ``name``; creates empty modules on the way."""
     owner = root
     for part in name.split(".")[:-1]:
         inner = getattr(owner, part, None)
@@ -317,7 +320,7 @@ def _owner(root: nn.Module, name: str) -> nn.Module:
 
 
 def tied_in(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter."""
+    """All names of each parameter: several where it is shared."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -329,9 +332,9 @@ _MOST_ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class TracedCut:
-    """A model cut into stages; ``stages_of[name]`` has those of each parameter and buffer.
+    """A model split into stages by the calls of its forward.
 
-    ``tied`` are names of one parameter. ``not_evaluated`` says why there is no evaluation; "" where there is one.
+    ``tied`` lists the names of each parameter. ``not_evaluated`` says why it cannot evaluate; "" if it can.
     """
 
     programs: tuple[Mapping[bool, Program], ...]
@@ -347,19 +350,19 @@ class TracedCut:
     not_evaluated: str = ""
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that have a parameter or a buffer."""
+        """The stages that hold a parameter or a buffer."""
         return tuple(stage for stage, stage_names in enumerate(self.names) if name in stage_names)
 
     def signature(self) -> str:
-        """What all ranks have to agree on."""
+        """A text that must be equal on all ranks."""
         return repr(([sorted(name) for name in self.names], self.boundaries, self.ambience))
 
     def check(self, stage: nn.Module) -> None:
-        """Raise UserError where a step would compute in other types, or gradients of others, than was recorded."""
+        """Raise UserError if autocast or ``requires_grad`` differ from the recording."""
         now = Ambience.now(self.device)
         if now.autocast != self.ambience.autocast:
             raise UserError(
-                "stages hand on other types under autocast than without, and were cut for the other",
+                "autocast differs from when the model was split into stages",
                 got=f"autocast to {now.autocast or 'nothing'}", expected=f"to {self.ambience.autocast or 'nothing'}",
                 fix="Call parallelize, train_step and evaluate under the same torch.autocast.",
             )  # fmt: skip
@@ -370,7 +373,7 @@ class TracedCut:
         ]
         if changed:
             raise UserError(
-                "requires_grad of parameters was changed after the model had been cut into stages",
+                "requires_grad changed after the model was split into stages",
                 got=", ".join(changed[:4]), fix="Freeze parameters before parallelize.",
             )  # fmt: skip
 
@@ -379,7 +382,7 @@ class TracedCut:
         return traced_stage(model, self.programs[stage], self.names[stage], self.device)
 
     def arguments(self, stage: int) -> dict[str, tuple[torch.Tensor, ...]]:
-        """What ``PipelineStage`` is told about what the stage is given and hands on."""
+        """The arguments of ``PipelineStage``: meta tensors like its inputs and outputs."""
         into = self.boundaries[stage - 1] if stage else self.example[1]
         out = self.boundaries[stage] if stage < len(self.boundaries) else self.last
         return {
@@ -388,7 +391,7 @@ class TracedCut:
         }
 
     def inputs(self, batch: Any, micro_batches: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of a batch. Raises UserError for one that is not like the example."""
+        """The tensors of a batch. Raises UserError if its structure, shapes or dtypes differ from the example's."""
         form, likes = self.example
         arguments = split_up(batch)
         tensors = [leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor)]
@@ -397,14 +400,14 @@ class TracedCut:
             tensor.dtype != like.dtype for tensor, like in zip(tensors, likes, strict=True)
         ):  # fmt: skip
             raise UserError(
-                "a batch is not like example_batch, of which the model was cut into stages",
+                "the batch does not match example_batch",
                 got=said_of(tensors), expected=", ".join(str(list(shape)) for shape in shapes),
-                fix="Give batches of one shape (drop_last=True in a DataLoader), and an example of that.",
+                fix="Use batches of one shape (drop_last=True in a DataLoader) and an example of that shape.",
             )  # fmt: skip
         return tuple(tensors)
 
     def output(self, result: Any, *, training: bool) -> Any:
-        """What the model would return, of the tensors of its last stage."""
+        """Rebuild the model's output from the tensors of the last stage."""
         values = self.programs[-1][training].outputs
         held = dict(zip(values, result if isinstance(result, tuple) else (result,), strict=True))
         return mapped(
@@ -420,10 +423,10 @@ def traced_cut(
     micro_batches: int,
     device: torch.device,
 ) -> TracedCut:
-    """Cut ``model`` into ``stages`` that begin at the modules ``points``, or at calls of ``pipe_split``, or evenly.
+    """Split ``model`` into ``stages`` at the modules ``points``, at its calls of ``pipe_split``, or evenly.
 
-    ``example`` is a batch as ``train_step`` is given them. Raises UnsupportedError for a module that cannot be traced
-    or divided, PlanError for points where it cannot be cut, UserError for an example that does not split evenly.
+    ``example`` is a batch like those for ``train_step``. Raises UnsupportedError for a module that cannot be traced or
+    split, PlanError for points where it cannot be split, UserError for an example that does not split evenly.
     """
     _check_plain(model)
     example = split_up(example)
@@ -442,7 +445,7 @@ def traced_cut(
             evaluated = tracer.record(inside)
             evaluation = dividing.divide(evaluated, begins_at(evaluated))
         if _plain(evaluation.boundaries) != _plain(training.boundaries):
-            not_evaluated = "its stages hand on other tensors in evaluation than in training"
+            not_evaluated = "its stages exchange different tensors in evaluation than in training"
         programs.append(evaluation.programs)
         outputs[False] = evaluated.output
     except (UnsupportedError, PlanError) as failure:
@@ -472,7 +475,7 @@ class _Tracer:
         return record(self._model, self._args, self._kwargs, inside, self._device, split_inside=split_inside)
 
     def where(self, points: Sequence[str], stages: int) -> tuple[set[str], Any]:
-        """Which modules to look into, and what says of a recording where stages begin in it."""
+        """The modules to trace into, and a function from a recording to the calls at which stages begin."""
         model = self._model
         if not points:
             inside = {""}
@@ -490,7 +493,7 @@ class _Tracer:
         return inside, lambda recorded: dividing.at_points(model, recorded, points, stages)
 
     def _balanced(self, stages: int) -> list[str]:
-        """Look into what has more than a stage's share of the parameters, as far as that can be traced."""
+        """Trace into modules that hold more than a stage's share of the parameters, where tracing succeeds."""
         inside = {"", *(name for name, module in self._model.named_modules() if _is_sequential(module))}
         recording, passed_over = self.record(inside), set[str]()
         for _ in range(_MOST_ATTEMPTS):
@@ -512,13 +515,13 @@ def _check_plain(model: nn.Module) -> None:
     for name, tensor in state_of(model):
         if "DTensor" in type(tensor).__name__ or "DTensor" in type(tensor.data).__name__:
             raise UnsupportedError(
-                "a model of DTensors is not cut into stages", got=name, expected="plain tensors",
-                fix="Cut the model before it is sharded.",
+                "cannot split a model with DTensor parameters into stages", got=name, expected="plain tensors",
+                fix="Split the model before sharding it.",
             )  # fmt: skip
 
 
 def _check_statistics(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> None:
-    """Statistics that each stage would have its own of."""
+    """Raise UnsupportedError for running statistics that several stages would each update."""
     seen: dict[str, int] = {}
     for stage, stage_programs in enumerate(programs):
         for name in {
@@ -531,8 +534,8 @@ def _check_statistics(model: nn.Module, programs: Sequence[Mapping[bool, Program
                 for module in model.get_submodule(name).modules()
             ):
                 raise UnsupportedError(
-                    "a module that several stages call keeps statistics, and each would have its own",
-                    got=name, fix="Choose split_points so that one stage calls it.",
+                    "several stages call a module with running statistics; each would update its own copy",
+                    got=name, fix="Choose split_points so that only one stage calls it.",
                 )  # fmt: skip
 
 
@@ -541,7 +544,7 @@ def _check_statistics(model: nn.Module, programs: Sequence[Mapping[bool, Program
 
 @contextlib.contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Have the model in a mode. In training, modules that are in the other one (frozen statistics) stay so."""
+    """Switch the model's mode for a while. In training, modules in evaluation mode (frozen statistics) stay so."""
     before = [(module, module.training) for module in model.modules()]
     if not training or not model.training:
         model.train(training)

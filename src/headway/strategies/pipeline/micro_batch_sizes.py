@@ -1,4 +1,4 @@
-"""One job with other numbers of micro-batches: whether two recordings are of it, and what lies between the two."""
+"""Interpolates a job between two recordings with different numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from headway.strategies.pipeline.stage_times import StageTimes, micro_batches
 
 
 def first_difference(first: Job, second: Job) -> tuple[str, str, str] | None:
-    """What two recordings of a pipeline differ in besides the number of micro-batches, with what each has; or None.
+    """The first difference between two recordings other than the number of micro-batches, or None.
 
-    That they train on batches of one size is seen from what stages hand on: of all micro-batches together as much.
+    Returns what differs and the value of each. Batch sizes are compared by the total size of the tensors between
+    stages.
     """
     for what, of in _COMPARED:
         in_first, in_second = of(first), of(second)
@@ -58,10 +59,9 @@ _COMPARED: tuple[tuple[str, Callable[[Job], str]], ...] = (
 
 
 def counts_between(recorded: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Numbers of micro-batches between ``recorded`` ones, each with the next smaller and larger of these.
+    """Counts between the ``recorded`` ones, each with the next smaller and next larger recorded count.
 
-    Those that certainly split the batch evenly: it can be split into each of the recorded ones, and so into every
-    divisor of their least common multiple.
+    Only counts that certainly split the batch evenly: divisors of the least common multiple of the recorded counts.
     """
     every = math.lcm(*recorded)
     ordered = sorted(recorded)
@@ -73,18 +73,17 @@ def counts_between(recorded: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Interpolated:
-    """A job with a number of micro-batches that was not recorded; its computation may be off by ``share``."""
+    """A job with an unrecorded number of micro-batches; its computation may be off by the fraction ``share``."""
 
     job: Job
     share: float
 
 
 def interpolated(fewer: Job, more: Job, count: int) -> Interpolated:
-    """The job of ``count`` micro-batches, between two that were recorded.
+    """Interpolate the job of ``count`` micro-batches between two recorded ones.
 
-    A pass takes, and a stage holds, a constant and so much a sample: both are affine in the size of a micro-batch,
-    which is in proportion to 1 / ``count``. How far passes may be from that follows from two things that hold of any
-    device: a larger micro-batch takes no less time, and no more for each of its samples.
+    Times and memory are affine in the micro-batch size, which is proportional to 1 / ``count``. The error bound follows
+    from two facts that hold on any device: a larger micro-batch takes at least as long, and at most as long per sample.
     """
     ends = micro_batches(fewer.steps), micro_batches(more.steps)
     assert ends[0] < count < ends[1]
@@ -105,7 +104,7 @@ def interpolated(fewer: Job, more: Job, count: int) -> Interpolated:
 
 @dataclass(frozen=True)
 class _Interpolation:
-    """What lies between ``fewer`` micro-batches and ``more``."""
+    """Linear interpolation between ``fewer`` and ``more`` micro-batches."""
 
     fewer: int
     more: int
@@ -113,14 +112,14 @@ class _Interpolation:
 
     @property
     def weight(self) -> float:
-        """How much the size of a micro-batch is that of ``fewer`` rather than that of ``more``."""
+        """The weight of ``fewer``: 1 at its micro-batch size, 0 at that of ``more``."""
         return (1 / self.count - 1 / self.more) / (1 / self.fewer - 1 / self.more)
 
     def number(self, fewer: float, more: float) -> int:
         return round(self.weight * fewer + (1 - self.weight) * more)
 
     def timeline(self, fewer: Timeline, more: Timeline) -> Timeline:
-        """A step, of passes in some order; what stands around them is that of the nearer recording."""
+        """A step with interpolated passes; everything around them is taken from the nearer recording."""
         ends = StageTimes.of(fewer), StageTimes.of(more)
         near = ends[0] if self.weight >= 0.5 else ends[1]
         items = [item for block in near.before for item in block.items]
@@ -143,7 +142,7 @@ class _Interpolation:
     def _pair(
         self, ends: tuple[StageTimes, StageTimes], kind: Pass, stage: int, number: int
     ) -> tuple[int, int]:
-        """What a pass of a micro-batch took in both recordings: of those that come as far along the batch."""
+        """The times (ns) of the corresponding pass in both recordings: at the same position in the batch."""
         fewer, more = (
             times.passes_ns[Action(kind, stage, number * recorded // self.count)]
             for times, recorded in zip(ends, (self.fewer, self.more), strict=True)
@@ -151,7 +150,7 @@ class _Interpolation:
         return fewer, more
 
     def share(self, fewer: StageTimes, more: StageTimes) -> float:
-        """By how much all passes of a rank together may be off, as a share of what they take."""
+        """The error bound of all passes of a rank together, as a fraction of their time."""
         taken_ns = least_ns = most_ns = 0.0
         for kind, stage in {(action.kind, action.stage) for action in fewer.passes_ns}:
             for number in range(self.count):

@@ -53,10 +53,10 @@ _FORMS = f"the dimensions {PIPELINE} and {DATA}, or {PIPELINE} alone"
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks[p][s]`` is the rank of the job that has stage ``s`` of pipeline ``p``; every rank has one.
+    """This rank's position: job rank ``ranks[p][s]`` has stage ``s`` of pipeline ``p``.
 
-    ``group`` has the ranks of this pipeline in the order of stages, ``replicas`` those of this stage; None where there
-    is one pipeline.
+    ``group`` holds the ranks of this pipeline in stage order, ``replicas`` the ranks with this stage (None for a single
+    pipeline).
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -89,20 +89,20 @@ class Placement:
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> Placement:
-        """That on ``mesh``, whose dimensions are named "pipeline" and "data", in either order, or "pipeline" alone.
+        """The position on ``mesh``, with the dimensions "pipeline" and "data" in either order, or "pipeline" alone.
 
-        Raises UserError for one of other dimensions, and where it does not have every rank of the job once.
+        Raises UserError for other dimensions, or if it does not contain every rank exactly once.
         """
         names = tuple(mesh.mesh_dim_names or ())
         if set(names) not in ({PIPELINE, DATA}, {PIPELINE}):
             raise UserError(
-                "the mesh has other dimensions than pipelines have",
+                "the mesh does not have the dimensions of a pipeline",
                 got=", ".join(map(repr, names)) or "dimensions without names", expected=_FORMS,
                 fix=f"Construct it with mesh_dim_names=({PIPELINE!r}, {DATA!r}).",
             )  # fmt: skip
         if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
             raise UserError(
-                "the mesh does not have every rank of the job", got=f"{mesh.mesh.numel()} ranks",
+                "the mesh must contain every rank exactly once", got=f"{mesh.mesh.numel()} ranks",
                 expected=f"{dist.get_world_size()}",
             )  # fmt: skip
         by_pipeline = mesh.mesh.movedim(names.index(PIPELINE), -1).reshape(-1, mesh[PIPELINE].size())
@@ -115,11 +115,11 @@ class Placement:
 
 
 def placed(strategy: Strategy, mesh: object, planned: Mapping[str, int] | None, device: str) -> Placement:
-    """Where this rank is under ``strategy``: on ``mesh``; without one on ``planned``, the mesh of a plan.
+    """Find this rank's position under ``strategy`` on ``mesh``, by default on ``planned``, the plan's mesh.
 
-    Where there is neither, one pipeline has all ranks, and ``split_points`` say how many stages those side by side
-    have. Every rank calls it. Raises UserError for a mesh that no pipelines are on, PlanError where it is not the
-    planned one, and where nothing says how many pipelines there are.
+    Without either, all ranks form one pipeline, or for replicated pipelines ``split_points`` gives the number of
+    stages. Collective. Raises UserError for an unsuitable mesh, PlanError if it differs from the plan's or the number
+    of pipelines is unknown.
     """
     if mesh is not None:
         placement = Placement.on(_checked(mesh, planned))
@@ -140,25 +140,23 @@ def placed(strategy: Strategy, mesh: object, planned: Mapping[str, int] | None, 
 def _checked(mesh: object, planned: Mapping[str, int] | None) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise UserError(
-            "mesh is no mesh", got=type(mesh).__name__, expected="a torch.distributed.DeviceMesh",
+            "mesh must be a DeviceMesh", got=type(mesh).__name__, expected="a torch.distributed.DeviceMesh",
             fix="Construct it with torch.distributed.device_mesh.init_device_mesh.",
         )  # fmt: skip
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if planned is not None and list(sizes.items()) != list(planned.items()):
-        raise PlanError(
-            "the mesh is not the one that the plan is for", got=_describe(sizes), expected=_describe(planned)
-        )
+        raise PlanError("the mesh differs from the plan's", got=_describe(sizes), expected=_describe(planned))
     return mesh
 
 
 def _sizes_of(strategy: Strategy) -> dict[str, int]:
-    """The stages that are named, and as many pipelines of them as there are ranks for."""
+    """A mesh with one stage per split point, plus one, and as many pipelines as ranks allow."""
     assert isinstance(strategy, MeshStrategy)
     ranks, points = dist.get_world_size(), strategy.pipeline.split_points
     stages = 1 + len(points)
     if not points or ranks % stages:
         raise PlanError(
-            "nothing says which ranks are a pipeline, and which have the same stage",
+            "cannot tell which ranks form a pipeline and which share a stage",
             got=f"{ranks} ranks" + (f" and {stages} stages" if points else ""), expected=f"a mesh of {_FORMS}",
             fix="Call headway.parallelize(…, mesh=mesh).",
         )  # fmt: skip
@@ -170,13 +168,13 @@ def _describe(mesh: Mapping[str, int]) -> str:
 
 
 Replicate = Callable[[nn.Module, dist.ProcessGroup], nn.Module]
-"""Wraps a stage, so that it averages gradients with the other ranks of a group."""
+"""Wraps a stage so that it averages gradients with the ranks of a group."""
 
 
 class Replicas:
-    """This rank's ``stage`` among its replicas, ``wrapped`` by what ``replicate`` makes of it; alone it stays as it is.
+    """Keeps this rank's stage consistent with its replicas; ``wrapped`` is the stage as wrapped by ``replicate``.
 
-    A stage none of whose parameters are trained has no gradients to average.
+    A stage without replicas or without trainable parameters is not wrapped.
     """
 
     def __init__(
@@ -190,17 +188,16 @@ class Replicas:
             self.wrapped = replicate(stage, placement.replicas)
 
     def begin_step(self, samples: int) -> None:
-        """Every rank calls it before a step that trains, with how many ``samples`` it gives its pipeline.
+        """Check a training step; collective. ``samples`` is the number of samples that this rank passes to its pipeline.
 
-        Raises UserError on every rank where pipelines are given other numbers: a mean over pipelines is that over
-        samples only where each has as many. Raises it too where other parameters are trained than when the stage was
-        wrapped, which replicas would not average.
+        Raises UserError on every rank if pipelines have different numbers of samples (the mean over pipelines would not
+        be the mean over samples), or if the set of trainable parameters changed since the stage was wrapped.
         """
         if self._place.replicas is None:
             return
         if changed := self._trainable() ^ self._trained:
             raise UserError(
-                "other parameters are trained than when the model was parallelized",
+                "the set of trainable parameters changed after headway.parallelize",
                 got=f"requires_grad of {', '.join(sorted(changed)[:4])} was changed",
                 fix="Freeze parameters before headway.parallelize, or call it again on a new model.",
             )
@@ -210,15 +207,15 @@ class Replicas:
         sample_counts = counts.tolist()
         if len(set(sample_counts)) > 1:
             raise UserError(
-                "pipelines were given batches of other sizes",
+                "pipelines received batches of different sizes",
                 got=", ".join(f"{count} samples" for count in sample_counts),
-                expected="as many samples for each pipeline",
-                fix="Give every pipeline as large a part of the batch (drop_last=True in a DataLoader).",
+                expected="the same number of samples for every pipeline",
+                fix="Give every pipeline an equal share of the batch (drop_last=True in a DataLoader).",
             )
         self.share_buffers()
 
     def share_buffers(self) -> None:
-        """Give every replica the buffers of the first pipeline's, as DistributedDataParallel does before a forward."""
+        """Broadcast the first pipeline's buffers to every replica, as DistributedDataParallel does before a forward."""
         if self._place.replicas is None:
             return
         with torch.no_grad():
@@ -226,7 +223,7 @@ class Replicas:
                 dist.broadcast(buffer, self._place.ranks[0][self._place.stage], group=self._place.replicas)
 
     def mean_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over pipelines of ``loss``, which their last ranks know, on every rank."""
+        """The mean over pipelines of ``loss``, which only last stages know; returned on every rank."""
         total = loss if self._place.is_last else torch.zeros_like(loss)
         dist.all_reduce(total)
         return total / self._place.pipelines
@@ -241,7 +238,7 @@ T = TypeVar("T")
 
 
 def first_differing_rank(description: str, device: torch.device) -> int | None:
-    """The first rank that says something else than rank 0; None where all say the same. Every rank calls it."""
+    """The first rank whose ``description`` differs from rank 0's, or None. Collective."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(description.encode()).digest()), dtype=torch.int64).to(
         device
     )
@@ -253,9 +250,9 @@ def first_differing_rank(description: str, device: torch.device) -> int | None:
 
 
 def made_alike(what: str, make: Callable[[], T], describe: Callable[[T], str], device: torch.device) -> T:
-    """What ``make`` makes on this rank. Raises UserError on all ranks where it does on one, or makes something else.
+    """Returns ``make()``. Raises UserError on all ranks if it raises on one, or if results differ. Collective.
 
-    ``what`` says of an error on other ranks what they disagree about.
+    Results are compared by ``describe``. ``what`` is the error on ranks that did not fail themselves.
     """
     failure: UserError | None = None
     try:
@@ -269,16 +266,16 @@ def made_alike(what: str, make: Callable[[], T], describe: Callable[[T], str], d
     if differing_rank is not None:
         raise UserError(
             what,
-            got=f"an error, or something else, on rank {differing_rank} or rank 0",
-            fix="Read what it says.",
+            got=f"an error or another result on rank {differing_rank} or rank 0",
+            fix="See the error of that rank.",
         )
     return result
 
 
 class Evaluation:
-    """Evaluates with stages that ``make_stage`` makes, in at most ``micro_batches`` parts of one size.
+    """Evaluates batches with stages from ``make_stage``, in at most ``micro_batches`` equal parts.
 
-    ``group`` has the ranks of the pipeline, in the order of stages. Every rank of it makes the same calls.
+    ``group`` holds the ranks of the pipeline in stage order; all of them make the same calls.
     """
 
     def __init__(
@@ -294,13 +291,13 @@ class Evaluation:
         self._schedule: ScheduleGPipe | None = None
 
     def of(self, inputs: tuple[Any, ...]) -> Any:
-        """The output of the last stage, on its rank; None on the others. Only the first stage uses ``inputs``."""
+        """The model's output on the rank of the last stage, None elsewhere. Only the first stage uses ``inputs``."""
         first = dist.get_rank(self._group) == 0
         samples = torch.tensor([inputs[0].shape[0] if first else 0], device=self._device)
         dist.broadcast(samples, group=self._group, group_src=0)
         if self._schedule is None or int(samples) != self._samples:
             self._samples = int(samples)
-            # What torch has worked out for one size does not fit another.
+            # torch keeps shapes, so another batch size needs another schedule.
             self._schedule = ScheduleGPipe(self._make_stage(), self._parts())
             left_to_torch(self._schedule)
             merge_outputs_by(self._schedule, _merged)
@@ -311,36 +308,36 @@ class Evaluation:
 
 
 def _merged(parts: Sequence[Any]) -> Any:
-    """Of one tensor of the outputs: the samples of all parts, or the mean of numbers, as of a model's own loss."""
+    """Merge one output tensor of all parts: concatenates samples, averages scalars such as a loss."""
     if not isinstance(parts[0], torch.Tensor):
         return parts[0]
     if parts[0].dim():
         return torch.cat([*parts])
     if not parts[0].is_floating_point():
         raise UnsupportedError(
-            "the model returns a number that is no mean over samples, and it is evaluated in parts",
-            got=f"a tensor without dimensions of {parts[0].dtype}", expected="tensors of samples, or a loss",
-            fix="Have the model return what the number is computed of.",
+            "the model returns a scalar that is not a mean, which micro-batches cannot combine",
+            got=f"a tensor without dimensions of {parts[0].dtype}", expected="tensors with a batch dimension, or a loss",
+            fix="Return the tensors from which the scalar is computed.",
         )  # fmt: skip
     return torch.stack([*parts]).mean()
 
 
 class Clips(Protocol):
-    """A model in stages."""
+    """A model whose stages clip gradients together."""
 
     @property
     def own_parameters(self) -> Sequence[nn.Parameter]:
-        """Those of this rank's stage."""
+        """The parameters of this rank's stage."""
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all stages."""
+        """Clip gradients by their norm over all stages."""
 
 
 _models: weakref.WeakSet[Clips] = weakref.WeakSet()
 
 
 def watch_clipping(model: Clips) -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_`` of the parameters of ``model`` clip by the norm over all stages."""
+    """Make ``torch.nn.utils.clip_grad_norm_`` use the norm over all stages for the parameters of ``model``."""
     _models.add(model)
     answer_clipping(_clipped, whole=True)  # replicas know the norm of a stage alone
 
@@ -348,7 +345,7 @@ def watch_clipping(model: Clips) -> None:
 def _clipped(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, _error_if_nonfinite: bool
 ) -> torch.Tensor | None:
-    """The norm over all stages; None for parameters of none. Raises UnsupportedError for some of a stage's alone."""
+    """Clip and return the norm over all stages; None for other parameters. Raises UnsupportedError for a subset."""
     ids = {id(parameter) for parameter in parameters}
     for model in list(_models):
         stage_ids = {id(parameter) for parameter in model.own_parameters}
@@ -356,9 +353,9 @@ def _clipped(
             continue
         if norm_type != 2 or stage_ids != ids:
             raise UnsupportedError(
-                "gradients of a pipeline can be clipped by the 2-norm of all of them alone",
-                got=f"{len(stage_ids & ids)} of the {len(stage_ids)} parameters of a stage, norm_type={norm_type:g}",
-                fix="Call clip_grad_norm_(max_norm) of the model.",
+                "a pipeline clips gradients only by the 2-norm of all of them",
+                got=f"{len(stage_ids & ids)} of the {len(stage_ids)} parameters of this stage, norm_type={norm_type:g}",
+                fix="Call model.clip_grad_norm_(max_norm).",
             )
         return model.clip_grad_norm_(max_norm)
     return None
@@ -368,17 +365,17 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class PipelinedModel(nn.Module):
-    """The stage of a module that this rank trains; all ranks make the same calls.
+    """This rank's stage of a model, trained as part of a pipeline; all ranks make the same calls.
 
-    ``stage`` has the modules of the rank's stage under their own names. Parameters and buffers begin as on rank 0.
-    ``optimizer`` goes on updating what is left here. Let go of the model that it was made of: that has all stages.
-    Modules other than ``torch.nn.Sequential`` are cut with an ``example`` of a batch (``traced.traced_cut``).
+    ``stage`` holds the stage's modules under their original names. Parameters and buffers start from rank 0's values.
+    ``optimizer`` keeps only this stage's parameters. Drop references to the original model: it holds all stages.
+    Modules other than ``torch.nn.Sequential`` need an ``example`` batch (``cutting.traced_cut``).
 
-    On a mesh of pipelines side by side each trains on a batch of its own, and ``replicate`` wraps the stage so that its
-    replicas average gradients. ``placement`` says where this rank is; by default in one pipeline of all ranks.
+    On a mesh, every pipeline trains on its own batch, and ``replicate`` wraps the stage so that its replicas average
+    gradients. ``placement`` is this rank's position; by default all ranks form one pipeline.
 
-    Raises UserError and PlanError where the loss or the number of micro-batches is missing, and where the model cannot
-    be cut so; UnsupportedError for a model on a device whose tensors the process group cannot send.
+    Raises UserError or PlanError if the loss or the number of micro-batches is missing or the model cannot be split;
+    UnsupportedError for a device whose tensors the process group cannot send.
     """
 
     def __init__(
@@ -395,7 +392,7 @@ class PipelinedModel(nn.Module):
         super().__init__()
         if not callable(loss_fn):
             raise UserError(
-                "a pipeline computes the loss behind its last stage", got=f"loss_fn={loss_fn!r}",
+                "a pipeline needs a loss function for its last stage", got=f"loss_fn={loss_fn!r}",
                 expected="a function of the model's output and the target",
                 fix="Call headway.parallelize(model, optimizer, plan, loss_fn=…).",
             )  # fmt: skip
@@ -438,28 +435,27 @@ class PipelinedModel(nn.Module):
         )
 
     def forward(self, *_: Any) -> torch.Tensor:
-        """Raise UserError: a rank has one stage."""
+        """Raise UserError: a rank holds only one stage."""
         raise UserError(
-            "a stage of a pipeline cannot be called as the whole model",
+            "a pipeline stage cannot be called like the whole model",
             got="model(batch)",
             expected="model.train_step(batch, target), or model.evaluate(batch)",
         )
 
     @runtime.among("a step")
     def train_step(self, batch: Any, target: torch.Tensor | None) -> torch.Tensor:
-        """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
+        """Run forward and backward of one batch in micro-batches; returns the mean loss on every rank.
 
-        Only the first rank of a pipeline uses ``batch``, of shape (samples, …), and only the last one ``target``: None
-        for a model that returns its own loss, which ``loss_fn(output, None)`` takes out of its output. A model of
-        several inputs is given them as a tuple, or by their names as a dict. The loss is the mean over all
-        pipelines. Gradients are added to those that are there, as ``backward`` does. Raises UserError where the batch
-        cannot be split evenly, and where pipelines are given batches of other sizes.
+        Only the first stage uses ``batch``, of shape (samples, …), and only the last stage ``target``. Pass None as
+        ``target`` for a model that returns its own loss: ``loss_fn(output, None)`` then extracts it. Pass several inputs
+        as a tuple, or as a dict of keyword arguments. The loss is the mean over all pipelines. Gradients accumulate, as
+        with ``backward``. Raises UserError if the batch does not split evenly or pipelines have different batch sizes.
         """
         if not isinstance(target, torch.Tensor | None):
             raise UnsupportedError(
-                "a pipeline takes one tensor as the target", got=type(target).__name__,
-                expected="a tensor whose first dimension is that of the batch",
-                fix="Stack or concatenate targets along another dimension, and take them apart in loss_fn.",
+                "the target of a pipeline must be a single tensor", got=type(target).__name__,
+                expected="a tensor with the batch's first dimension",
+                fix="Stack the targets along another dimension and split them in loss_fn.",
             )  # fmt: skip
         inputs = self._inputs(batch, in_agreement=not self._have_begun)
         self._have_begun = True
@@ -487,15 +483,12 @@ class PipelinedModel(nn.Module):
 
     @runtime.among("an evaluation")
     def evaluate(self, batch: Any) -> Any:
-        """The model's output for ``batch``, on the last rank of each pipeline; None on the others.
+        """The model's output for ``batch`` on the last rank of each pipeline, None elsewhere; without gradients.
 
-        No gradients are computed. Raises UnsupportedError where a traced model hands on other tensors in evaluation
-        than in training.
+        Raises UnsupportedError if the stages of a traced model exchange different tensors in evaluation than in training.
         """
         if self._cut.not_evaluated:
-            raise UnsupportedError(
-                "this model cannot be evaluated as a pipeline", got=self._cut.not_evaluated
-            )
+            raise UnsupportedError("cannot evaluate this model as a pipeline", got=self._cut.not_evaluated)
         inputs = self._inputs(batch, in_agreement=True)
         self._replicas.share_buffers()
         modes = [(module, module.training) for module in self.stage.modules()]
@@ -509,7 +502,7 @@ class PipelinedModel(nn.Module):
                 module.training = training
 
     def _agreed_cut(self, model: nn.Module, points: Sequence[str], example: Any) -> Cut | TracedCut:
-        """The stages of all ranks. Raises UserError on every rank where there are none on one."""
+        """Split the model, the same way on all ranks. Raises UserError on every rank if it fails on one."""
 
         def cut_it() -> Cut | TracedCut:
             if example is None:
@@ -517,14 +510,14 @@ class PipelinedModel(nn.Module):
             return traced_cut(model, self._ranks, points, example, self._micro_batches, self._device)
 
         return made_alike(
-            "ranks would cut the model into other stages",
+            "ranks disagree about how to split the model into stages",
             cut_it,
             lambda model_cut: model_cut.signature(),
             self._device,
         )
 
     def _inputs(self, batch: Any, *, in_agreement: bool) -> tuple[torch.Tensor, ...]:
-        """The tensors that the first stage is given. Raises UserError for another one than the example."""
+        """The input tensors of the first stage. Raises UserError for a batch that does not match the example."""
         if not isinstance(self._cut, TracedCut):
             return (batch,)
         traced = self._cut
@@ -535,22 +528,22 @@ class PipelinedModel(nn.Module):
 
         if not in_agreement:
             return of_batch()
-        return made_alike("ranks do not train on the batch", of_batch, lambda _: "", self._device)
+        return made_alike("ranks disagree about the batch", of_batch, lambda _: "", self._device)
 
     def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
-        # torch would divide all gradients behind the last backward: those of earlier batches once more, and those that
-        # replicas have not yet added up before they have.
+        # Not by torch, which divides all gradients after the last backward: accumulated ones a second time, and those
+        # of replicas before they are reduced.
         own_target = target if self._targeted else None
         loss = self._loss_fn(self._cut.output(output, training=self.stage.training), own_target)
         return loss / self._micro_batches
 
     @property
     def own_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank's stage."""
+        """The parameters of this rank's stage."""
         return list(self.stage.parameters())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
+        """Scale gradients so that their 2-norm over all stages is at most ``max_norm``; returns the norm before."""
         counted_elsewhere = {id(parameter) for parameter, (first, _) in self._shared if first != self._rank}
         parameters = [parameter for parameter in self.stage.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -568,7 +561,7 @@ class PipelinedModel(nn.Module):
         return norm
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of the whole model, as its ``state_dict`` would have it, on every rank."""
+        """The ``state_dict`` of the whole model, on every rank."""
         stage_state = self.stage.state_dict()
         full_state = {}
         for name, like in self._like.items():
@@ -583,18 +576,18 @@ class PipelinedModel(nn.Module):
         return full_state
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of the state of a whole model. Raises UserError for that of another one."""
+        """Load this rank's part of a whole model's state. Raises UserError for the state of another model."""
         if state.keys() != self._like.keys():
             unmatched = sorted(state.keys() ^ self._like.keys())
             raise UserError(
-                "this is the state of another model", got=f"{', '.join(unmatched[:4])} on one side only"
+                "the state dict belongs to another model", got=f"{', '.join(unmatched[:4])} on one side only"
             )
         self.stage.load_state_dict({name: state[name] for name in self.stage.state_dict()})
 
     # Parameters that several stages have -----------------------------------------------------------------
 
     def _shared_parameters(self) -> list[tuple[nn.Parameter, tuple[int, dist.ProcessGroup | None]]]:
-        """This rank's parameters that other stages have too, each with the first such stage and the group of all."""
+        """This rank's parameters that other stages share, with the first such stage and the group of all of them."""
         by_name = dict(self.stage.named_parameters(remove_duplicate=False))
         shared = []
         for names in self._cut.tied:
@@ -620,20 +613,20 @@ class PipelinedModel(nn.Module):
 
 
 def _check_alike(like: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Raise UserError unless all ranks have a model of these names, shapes and types."""
+    """Raise UserError unless all ranks have a model with these names, shapes and dtypes."""
     rank = first_differing_rank(
         repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()]), device
     )
     if rank is not None:
         raise UserError(
-            "ranks have constructed different models",
-            got=f"parameters or buffers of other names, shapes or types on rank {rank} than on rank 0",
-            expected="the same model on every rank, of which each keeps a stage",
+            "ranks constructed different models",
+            got=f"names, shapes or dtypes on rank {rank} that differ from rank 0",
+            expected="the same model on every rank; each rank keeps its stage of it",
         )
 
 
 def _keep(optimizer: Optimizer, stage: nn.Module) -> None:
-    """Leave an optimizer what is of ``stage``: groups keep their options and their order."""
+    """Remove all parameters but those of ``stage`` from an optimizer; groups keep their options and order."""
     kept = {id(parameter) for parameter in stage.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
@@ -648,8 +641,8 @@ def _check_messages(device: torch.device, group: dist.ProcessGroup | None) -> No
     listed = ", ".join(f"{backend} for {kind}" for kind, backend in sorted(backends.items()))
     if device.type != "cpu" and backends.get(device.type) in (None, "gloo"):
         raise UnsupportedError(
-            "stages cannot hand their outputs on",
+            "the process group cannot send tensors between stages",
             got=f"a model on {device}, {listed}",
-            expected="NCCL for CUDA: Gloo sends tensors on the CPU alone",
+            expected="NCCL for CUDA; Gloo only sends CPU tensors",
             fix="Call init_process_group('cpu:gloo,cuda:nccl').",
         )  # fmt: skip

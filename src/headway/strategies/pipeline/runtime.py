@@ -1,7 +1,7 @@
-"""The live runtime of pipelines: a schedule's program carried out on torch's stages.
+"""Runs pipelines live: carries out a schedule's program on torch's stages.
 
-Receives are posted early, into memory that is allocated then and let go of when it has been used: torch's own runtime
-keeps memory for every micro-batch of a batch. The program of the next step may be another one.
+Receives are posted early. Their memory is allocated when they are posted and freed after use; torch's own runtime keeps
+memory for every micro-batch of a batch. The program may change between steps.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from headway.strategies.silent import gives_up, in_words, silent_ranks
 from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers, hands_on_no_tensor, tensors_in
 
 _KEY = "headway/pipeline/lost"
-_CONNECTION = "gloo"  # in what it raises where a connection is gone
+_CONNECTION = "gloo"  # part of the error text when a connection is lost
 
 
 @contextlib.contextmanager
 def named(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]:
-    """Raise CommunicationError instead of what ``group`` raises in here, where ``what`` is done with ``neighbour``.
+    """Turn errors of ``group`` into CommunicationError while ``what`` is done with ``neighbour``.
 
-    Whoever loses a neighbour ends its own connections: those who wait for it fail in turn. All say so, and name the
-    ranks that do not.
+    A rank that loses a neighbour closes its own connections, so that ranks that wait for it fail in turn. Every failing
+    rank reports itself; the error names the ranks that did not.
     """
     try:
         yield
@@ -66,10 +66,10 @@ def named(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]
 
 @contextlib.contextmanager
 def among(what: str, ranks: Sequence[int] = (), group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise CommunicationError where a connection is gone in here: ``ranks``, by default all, do ``what`` together.
+    """Turn lost connections into CommunicationError while ``ranks`` (by default all) do ``what`` together.
 
-    A collective does not say which of several ranks it has lost: one that misses its neighbour does. ``group`` are
-    those who wait for this rank, and whose connections to it end.
+    A collective does not tell which rank is lost; a neighbour that misses it does. The connections of ``group``, whose
+    ranks wait for this one, are closed.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def among(what: str, ranks: Sequence[int] = (), group: dist.ProcessGroup | None 
 
 @contextlib.contextmanager
 def leaving(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]:
-    """As ``named``, for failures of connections alone; of any other this rank says that it is the one that is lost."""
+    """Like ``named`` for lost connections; for any other error this rank reports itself as lost."""
     try:
         yield
     except RuntimeError as failure:
@@ -110,7 +110,7 @@ def leaving(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[Non
 
 
 def _of_connection(failure: BaseException) -> str | None:
-    """What a failure, or one that it came of, says of a connection: torch wraps what a stage's backward raises."""
+    """The message of the connection error in a chain of exceptions, or None: torch wraps errors of a stage's backward."""
     cause: BaseException | None = failure
     while cause is not None:
         if _CONNECTION in str(cause).lower():
@@ -120,30 +120,30 @@ def _of_connection(failure: BaseException) -> str | None:
 
 
 def _in_vain(message: str) -> bool:
-    """Whether nothing came in time: then all wait at about the same time, and not all for a rank that is lost."""
+    """Whether a wait timed out: then all ranks wait at about the same time, not only for a lost rank."""
     return "timed out" in message.lower()
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """Have those who wait for this rank in ``group`` meet the failure, too."""
+    """Abort ``group``, so that ranks that wait for this one fail too."""
     with contextlib.suppress(RuntimeError):
         torch_private.abort_group(group)
 
 
 Given = Mapping[str, Any]
 Shapes = tuple[tuple[int, ...], ...]
-_LONGEST = 2**16  # of what a rank says, in bytes
+_LONGEST = 2**16  # bytes that a rank may send in an agreement
 
 
 class BatchCheck:
-    """Holds the micro-batches of every step against each other, and against those of the first step."""
+    """Checks that micro-batches have equal shapes within a step and across steps."""
 
     def __init__(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
         self._first: dict[str, Shapes] = {}
 
     def trouble(self, arguments: Given) -> str:
-        """What is wrong with the micro-batches that a step of this rank is given; "" where nothing is."""
+        """Describes what is wrong with this rank's micro-batches of a step; "" if nothing is."""
         for name, what in (("arg_mbs", "batch"), ("kwarg_mbs", "batch"), ("target_mbs", "target")):
             shapes = [_shapes(micro_batch) for micro_batch in arguments.get(name) or ()]
             if shapes and (problem := self._trouble(what, name, shapes)):
@@ -153,45 +153,45 @@ class BatchCheck:
     def _trouble(self, what: str, name: str, shapes: Sequence[Shapes]) -> str:
         count = self._micro_batches
         if len(shapes) != count or any(0 in shape for of_micro_batch in shapes for shape in of_micro_batch):
-            return f"the {what} has fewer samples than the {count} micro-batches that it is to be split into"
+            return f"the {what} has fewer samples than {count} micro-batches"
         if any(of_micro_batch != shapes[0] for of_micro_batch in shapes):
             sizes = ", ".join(
                 str(of_micro_batch[0][0]) if of_micro_batch and of_micro_batch[0] else "?"
                 for of_micro_batch in shapes
             )
-            return f"the {what} cannot be split into {count} micro-batches of one size: they have {sizes} samples"
+            return f"the {what} does not split into {count} micro-batches of equal size: they have {sizes} samples"
         first = self._first.setdefault(name, shapes[0])
         if first != shapes[0]:
             return (
-                f"the {what} has micro-batches of other shapes ({_describe_shapes(shapes[0])}) than in the first step "
-                f"({_describe_shapes(first)})"
+                f"the {what} has micro-batches of different shapes ({_describe_shapes(shapes[0])}) "
+                f"than in the first step ({_describe_shapes(first)})"
             )
         return ""
 
 
 def agree(steps: PipelineSteps, trouble: str) -> None:
-    """Raise UserError on all ranks of a pipeline where one of them has ``trouble`` with what its step is given."""
+    """Raise UserError on all ranks of a pipeline if one of them has ``trouble`` with its batch."""
     for rank, reply in enumerate(_from_every_rank(steps, {"trouble": trouble})):
         if reply["trouble"]:
             refuse(f"rank {rank}: {reply['trouble']}")
 
 
 def refuse(trouble: str) -> None:
-    """Raise UserError for a batch with ``trouble``."""
+    """Raise the UserError for a batch with ``trouble``."""
     raise UserError(
-        "a step of a pipeline was given what it cannot train on",
+        "a pipeline step received a batch that it cannot train on",
         got=trouble,
-        expected="micro-batches of one size, the same in every step",
-        fix="Leave out what is left at the end of an epoch (drop_last=True in a DataLoader), or choose another number "
+        expected="micro-batches of equal size, the same in every step",
+        fix="Drop the incomplete last batch (drop_last=True in a DataLoader), or choose another number "
         "of micro-batches.",
     )
 
 
 def check(steps: PipelineSteps) -> None:
-    """Raise UserError on all ranks where a stage expects something else than the one before it hands on.
+    """Raise UserError on all ranks if a stage expects other tensors than the stage before it outputs.
 
-    Every rank calls it in the same step, when its stages are prepared. Raises it too for stages that hand on what no
-    message carries as it is: torch receives a DTensor of ranks that do not take part as an empty tensor.
+    Collective, in the same step on every rank, once stages are prepared. DTensors are refused too: torch would receive
+    them as empty tensors on ranks outside their mesh.
     """
     local_ends = {
         str(stage): {"in": steps.given_to(stage), "out": steps.handed_on_by(stage)} for stage in steps.stages
@@ -203,15 +203,15 @@ def check(steps: PipelineSteps) -> None:
         out, into = ends_of_stage[stage]["out"], ends_of_stage[stage + 1]["in"]
         if any("DTensor" in text for text in (*out, *into)):
             raise UserError(
-                "a stage hands on a DTensor", got=f"{', '.join(out)} of stage {stage}", expected="plain tensors",
+                "a stage outputs a DTensor", got=f"{', '.join(out)} of stage {stage}", expected="plain tensors",
                 fix="Return output.full_tensor() or output.to_local() from the stage.",
             )  # fmt: skip
         if out and out != into:
             raise UserError(
-                f"stages {stage} and {stage + 1} disagree about what is handed on",
+                f"stages {stage} and {stage + 1} disagree about the tensors between them",
                 got=f"{', '.join(out)} of stage {stage}",
-                expected=f"{', '.join(into) or 'nothing'}, which stage {stage + 1} is to be given",
-                fix="Give PipelineStage input_args and output_args that are those of its module, or neither.",
+                expected=f"{', '.join(into) or 'nothing'}, which stage {stage + 1} expects",
+                fix="Pass PipelineStage the module's actual input_args and output_args, or neither.",
             )
 
 
@@ -224,7 +224,7 @@ def _describe_shapes(shapes: Shapes) -> str:
 
 
 def _from_every_rank(steps: PipelineSteps, document: Any) -> list[Any]:
-    """What each rank of the pipeline says, as JSON."""
+    """Gather the JSON ``document`` of every rank of the pipeline."""
     text = json.dumps(document).encode()
     assert len(text) <= _LONGEST, "a rank says too much"
     ranks = dist.get_world_size(steps.group)
@@ -264,36 +264,36 @@ class StepWatch:
         self._arrivals: dict[Message, Future[int]] = {}
 
     def called(self) -> None:
-        """The script asks for a step: until now the rank did other things than the last one."""
+        """The script calls a step: the time since the last step was spent outside of it."""
         self._between_ns = time.monotonic_ns() - self._ended_ns if self._ended_ns else 0
 
     def begins(self) -> None:
-        """The program of a step begins."""
+        """The program of a step begins now."""
         self._begin_ns = time.monotonic_ns()
 
     def computed(self, action: Action, compute: Callable[[], None]) -> None:
-        """Have ``action`` computed."""
+        """Run ``compute`` and note when ``action`` ran."""
         begin_ns = time.monotonic_ns()
         compute()
         self._passes[action] = Span(begin_ns, time.monotonic_ns())
 
     def sending(self, message: Message) -> None:
-        """A send is about to begin."""
+        """Note that a send begins."""
         self._sent_ns[message] = time.monotonic_ns()
 
     def posted(self, message: Message, works: Sequence[dist.Work]) -> None:
-        """A receive has been posted."""
+        """Note that a receive was posted."""
         self._posted_ns[message] = time.monotonic_ns()
         if message.sender not in self._arrivals_from:
             self._arrivals_from[message.sender] = _Arrivals()
         self._arrivals[message] = self._arrivals_from[message.sender].of(works)
 
     def wait(self, message: Message) -> None:
-        """Wait until a message has arrived. Raises what waiting for it raised."""
+        """Wait until a message has arrived; raises the error of the receive."""
         self._arrivals[message].result()
 
     def ended(self) -> RankStep:
-        """The step that has just ended."""
+        """End the step and return its times."""
         self._ended_ns = time.monotonic_ns()
         offset_ns = self.offset_ns
         step = RankStep(
@@ -315,7 +315,7 @@ class StepWatch:
 
 
 class _Arrivals:
-    """Waits for one sender's messages, in their order, on a thread that ends with this object."""
+    """Waits for the messages of one sender in order, on a thread that ends with this object."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
@@ -325,7 +325,7 @@ class _Arrivals:
         weakref.finalize(self, self._requests.put, None)
 
     def of(self, works: Sequence[dist.Work]) -> Future[int]:
-        """When what ``works`` receive has arrived, or what waiting for it raises."""
+        """A future of the arrival time (ns) of ``works``, or of the error of waiting for them."""
         future: Future[int] = Future()
         self._requests.put((works, future))
         return future
@@ -343,9 +343,9 @@ def _await_arrivals(requests: queue.SimpleQueue[_Request | None]) -> None:
 
 
 class PipelineRuntime:
-    """Carries out the steps of one of torch's schedule objects in the order of ``schedule``.
+    """Runs the steps of a torch schedule object in the order of ``schedule``.
 
-    Raises PlanError where that is of other stages, or splits batches into another number of micro-batches.
+    Raises PlanError if ``schedule`` has other stages or another number of micro-batches.
     """
 
     def __init__(self, steps: PipelineSteps, schedule: PipelineSchedule) -> None:
@@ -360,7 +360,7 @@ class PipelineRuntime:
         steps.carry_out_by(self._step)
 
     def follow(self, schedule: PipelineSchedule) -> None:
-        """Carry out steps in the order of ``schedule`` from now on; every rank says so before the same step."""
+        """Switch to the order of ``schedule``; every rank calls this before the same step."""
         _check(self._steps, schedule)
         self._program = program_of(schedule, self._steps.rank, self._steps.replicated)
         self._steps.halves_backwards = any(
@@ -373,14 +373,14 @@ class PipelineRuntime:
         )
 
     def received_bytes(self) -> int:
-        """The size of the activations that this rank's first stage is given of a micro-batch; 0 where none are sent."""
+        """The bytes of activations that this rank's first stage receives per micro-batch; 0 if it receives none."""
         templates, _ = self._templates.get((min(self._steps.stages), False), ([], None))
         return sum(like.nbytes for like in templates if like is not None)
 
     def observe(
         self, watch: StepWatch, before_step: Callable[[], object], after_step: Callable[[], object]
     ) -> None:
-        """Tell ``watch`` of every step that trains, and call the others before and after it."""
+        """Have ``watch`` note every training step, and call ``before_step`` and ``after_step`` around it."""
         self._watch, self._before_step, self._after_step = watch, before_step, after_step
 
     def _step(self, arguments: dict[str, Any]) -> None:
@@ -427,7 +427,7 @@ class PipelineRuntime:
         self._after_step()
 
     def _prepare(self, arguments: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Refuse what no step can be trained on; returns each micro-batch's arguments, and keyword ones."""
+        """Check the batch and prepare the stages; returns every micro-batch's positional and keyword arguments."""
         trouble = self._batches.trouble(arguments)
         ranks = dist.get_process_group_ranks(self._steps.group)
         if self._is_first:
@@ -436,14 +436,14 @@ class PipelineRuntime:
         elif trouble:
             refuse(f"rank {self._steps.rank}: {trouble}")
         neighbour = (self._steps.rank or 2) - 1
-        with leaving(self._steps.group, neighbour, "working out what stages hand on"):
+        with leaving(self._steps.group, neighbour, "inferring the shapes between stages"):
             try:
                 prepared = self._steps.begin(arguments)
             except RuntimeError as failure:
                 if not hands_on_no_tensor(failure):
                     raise
                 raise UserError(
-                    f"stage {' or '.join(map(str, self._steps.stages))} hands on what no message carries",
+                    f"stage {' or '.join(map(str, self._steps.stages))} outputs something that cannot be sent",
                     got=one_line(str(failure), 200), expected="a tensor, or a tuple or a list of tensors",
                 ) from failure  # fmt: skip
         if self._is_first:
@@ -478,7 +478,7 @@ class PipelineRuntime:
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
     def _named(self, message: Message) -> AbstractContextManager[None]:
-        """Name who is gone where a message fails."""
+        """Name the lost ranks if a message fails."""
         sends = message.sender == self._steps.rank
         neighbour, way = (message.receiver, "to") if sends else (message.sender, "from")
         kind = "gradient" if message.is_gradient else "activation"
@@ -487,7 +487,7 @@ class PipelineRuntime:
         return named(self._steps.group, neighbour, what)
 
     def _named_among_replicas(self, stage: int) -> AbstractContextManager[None]:
-        """Name who is gone where replicas add up gradients."""
+        """Name the lost ranks if replicas fail to reduce gradients."""
         replicas = self._steps.replicas_of(stage)
         if len(replicas) < 2:
             return contextlib.nullcontext()
@@ -514,7 +514,7 @@ class PipelineRuntime:
             sent[message] = dist.batch_isend_irecv(sends) if sends else ()
 
     def _all_buffers(self) -> Iterator[tuple[tuple[int, bool], ReceiveBuffers]]:
-        """What messages are received into, by stage and whether they are gradients, of every micro-batch."""
+        """The receive buffers of every micro-batch, by stage and whether they hold gradients."""
         for stage in self._steps.stages:
             for gradients in (False, True):
                 if (stage == 0 and not gradients) or (stage == self._steps.stage_count - 1 and gradients):
@@ -526,14 +526,14 @@ class PipelineRuntime:
                     )
 
     def _release_all_buffers(self) -> None:
-        """Let go of what torch has allocated, and note what it was like."""
+        """Free the buffers that torch allocated, and keep their shapes as templates."""
         for key, buffers in self._all_buffers():
             if buffers.device.type != "meta":  # in later steps they are let go of already
                 self._templates[key] = buffers.templates(), buffers.device
                 buffers.release()
 
     def _with_all_buffers(self) -> None:
-        """Give torch's own order the memory that it expects, where it was let go of."""
+        """Allocate the freed buffers again for torch's own order, as in evaluation."""
         if not self._templates:
             return
         for key, buffers in self._all_buffers():
@@ -559,7 +559,7 @@ def _check(steps: PipelineSteps, schedule: PipelineSchedule) -> None:
         )
     if schedule.rank_of_stage != steps.rank_of_stage:
         raise PlanError(
-            "the plan is for stages on other ranks",
+            "the plan places stages on other ranks",
             got=", ".join(map(str, steps.rank_of_stage)),
             expected=", ".join(map(str, schedule.rank_of_stage)),
         )

@@ -1,7 +1,8 @@
-"""The live driver of a pipeline's tuner: ranks tell rank 0 of each step, which tells all of them what is next.
+"""Drives a pipeline's tuner live: ranks report every step to rank 0, which broadcasts the order of the next step.
 
-What is told travels while training goes on. A decision is in force from the same step on every rank: rank 0's word
-comes before every step. The schedule of a step is never changed while it runs.
+Reports travel while training goes on. Rank 0 broadcasts before every step, so every rank switches in the same step; the
+schedule never changes within a step. The tuner runs in a process of its own, so that training keeps its core and its
+interpreter; it exchanges steps and decisions as lines of JSON.
 """
 
 from __future__ import annotations
@@ -37,13 +38,11 @@ UNSENT = 64  # steps that the tuner has not read, after which it is told of no o
 ARROW = ">"  # between the ranks of a way, in JSON's keys
 
 
-# The process in which rank 0's tuner thinks, so that training keeps its core and its interpreter.
-#
-# It reads steps and writes decisions, a line of JSON each. Where it ends early, training goes on in the order in force.
-
-
 class TunerProcess:
-    """A tuner in a process of its own, which ends with this object. It is not told of steps that it is too slow for."""
+    """Runs a tuner in its own process, which ends with this object. Steps that it is too slow for are dropped.
+
+    If the process ends early, training continues in the current order.
+    """
 
     def __init__(self, tuner: Tuner) -> None:
         self._process = process = helper_process.begin(__name__)
@@ -62,11 +61,11 @@ class TunerProcess:
         )
 
     def tell(self, rows: Sequence[Sequence[int]]) -> None:
-        """A step is over: the rows of its ranks."""
+        """Report a finished step: one row per rank."""
         self._tell({"rows": rows})
 
     def decisions(self) -> list[Decision]:
-        """What it has decided since it was asked last."""
+        """The decisions since the last call."""
         decided = []
         while not self._decisions.empty():
             decision = self._decisions.get()
@@ -77,7 +76,7 @@ class TunerProcess:
         return decided
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._end()
 
     def _tell(self, document: dict[str, Any]) -> None:
@@ -85,7 +84,7 @@ class TunerProcess:
             self._unsent.put_nowait(json.dumps(document).encode() + b"\n")
 
 
-# What threads hold must not hold the TunerProcess: its end is theirs.
+# These threads must not reference the TunerProcess: they end when it is collected.
 
 
 def _read(process: Popen[bytes], decisions: queue.SimpleQueue[Decision | None]) -> None:
@@ -112,13 +111,13 @@ def _end(process: Popen[bytes], unsent: queue.Queue[bytes]) -> None:
 
 
 def decision_document(decision: Decision) -> dict[str, Any]:
-    """``decision`` as JSON has it."""
+    """``decision`` as a JSON document."""
     links = {f"{sender}{ARROW}{receiver}": gbps for (sender, receiver), gbps in decision.links_gbps.items()}
     return {**asdict(decision), "links_gbps": links}
 
 
 def decision_from(document: dict[str, Any]) -> Decision:
-    """The decision that a document is of."""
+    """Read a decision from a JSON document."""
     links = {}
     for way, gbps in document["links_gbps"].items():
         sender, receiver = way.split(ARROW)
@@ -128,7 +127,7 @@ def decision_from(document: dict[str, Any]) -> Decision:
 
 
 def serve(read: IO[bytes], write: IO[bytes]) -> None:
-    """Answer until there is nothing left to read. Of steps that came while it was thinking, all are taken in."""
+    """Read steps and write decisions until the input ends."""
     setup = json.loads(read.readline())
     candidates = tuple(PipelineStrategy.model_validate(options) for options in setup["candidates"])
     tuner = Tuner(candidates, tuple(setup["boundary_bytes"]), setup["latency_us"])
@@ -156,24 +155,24 @@ _log = logging.getLogger("headway")
 
 
 class ThinkingTuner(Protocol):
-    """A tuner that thinks elsewhere. Once ``is_alive`` is False it says nothing more."""
+    """A tuner in another process or thread. Once ``is_alive`` is False it decides nothing more."""
 
     is_alive: bool
 
     def tell(self, rows: Sequence[Sequence[int]]) -> None:
-        """A step is over: the rows of its ranks."""
+        """Report a finished step: one row per rank."""
 
     def decisions(self) -> list[Decision]:
-        """What it has decided since it was asked last."""
+        """The decisions since the last call."""
 
     def close(self) -> None:
-        """End it."""
+        """End the tuner."""
 
 
 class Follower:
-    """Has ``runtime`` follow what a tuner decides. ``decisions`` is what it said, on rank 0.
+    """Makes ``runtime`` follow a tuner's decisions, which rank 0 collects in ``decisions``.
 
-    Collective over the ranks of the pipeline. Raises UnsupportedError where messages' arrivals cannot be seen.
+    Collective over the ranks of the pipeline. Raises UnsupportedError if arrival times of messages are not observable.
     """
 
     def __init__(
@@ -185,16 +184,16 @@ class Follower:
     ) -> None:
         if steps.device.type != "cpu" or dist.get_backend(steps.group) != dist.Backend.GLOO:
             raise UnsupportedError(
-                "the order of a pipeline cannot follow its network here",
+                "cannot tune the pipeline's order to its network here",
                 got=f"{dist.get_backend(steps.group)} on {steps.device.type}",
-                expected="Gloo on CPUs, where a rank is told when a message arrives",
-                fix="Leave group_sizes and other_orders out of the plan.",
+                expected="Gloo on CPUs, where arrival times of messages are known",
+                fix="Remove group_sizes and other_orders from the plan.",
             )
         if len(steps.stages) > 1:
             raise UnsupportedError(
-                "the order of a pipeline with several stages a rank cannot follow its network",
+                "cannot tune the order of a pipeline with several stages per rank",
                 got=f"{len(steps.stages)} stages on rank {steps.rank}",
-                fix="Leave group_sizes and other_orders out of the plan.",
+                fix="Remove group_sizes and other_orders from the plan.",
             )
         self.decisions: list[Decision] = []
         self._journal: Journal | None = None
@@ -220,17 +219,17 @@ class Follower:
 
     @property
     def has_tuner(self) -> bool:
-        """Whether a tuner thinks about this rank's pipeline here: on rank 0, from the second step on."""
+        """Whether this rank runs the tuner: rank 0, from the second step on."""
         return self._tuner is not None
 
     def close(self) -> None:
-        """End the tuner; steps go on in the order in force."""
+        """End the tuner; training continues in the current order."""
         if self._tuner is not None:
             self._tuner.close()
             self._tuner = None
 
     def _before_step(self) -> None:
-        with failures.named(self._steps.group, 0, "rank 0's word about the next order"):
+        with failures.named(self._steps.group, 0, "receiving the next order from rank 0"):
             self._tell_and_hear()
 
     def _tell_and_hear(self) -> None:
@@ -260,7 +259,7 @@ class Follower:
         self._number += 1
 
     def _set_up(self) -> None:
-        """The first step is over: sizes of messages are known."""
+        """Start the tuner after the first step, when message sizes are known."""
         received_bytes = torch.tensor([self._runtime.received_bytes()])
         sizes = [torch.empty_like(received_bytes) for _ in range(self._ranks)]
         dist.all_gather(sizes, received_bytes, group=self._group)
@@ -278,7 +277,7 @@ class Follower:
         if self._tuner.is_alive:
             self._tuner.tell([row.tolist() for row in rows])
         else:
-            _log.warning("the tuner's process has ended: steps go on in the order in force")
+            _log.warning("the tuner's process ended; training continues in the current order")
             self._tuner = None
 
     def _decided(self, decision: Decision) -> None:
@@ -294,7 +293,7 @@ class Follower:
 
 
 def entry_of(decision: Decision, orders: Sequence[str]) -> Entry:
-    """What a journal says of a decision among candidates that are called ``orders``."""
+    """The journal entry of a decision; ``orders`` names the candidates."""
     return Entry(
         step=decision.step,
         before=orders[decision.before],
@@ -307,7 +306,7 @@ def entry_of(decision: Decision, orders: Sequence[str]) -> Entry:
 
 
 def _offset_ns(group: dist.ProcessGroup, rank: int, ranks: int) -> int:
-    """What brings this rank's clock onto rank 0's, by the fastest of some round trips (Cristian's algorithm)."""
+    """The offset (ns) from this rank's clock to rank 0's, by the fastest round trip (Cristian's algorithm)."""
     moment = torch.zeros(1, dtype=torch.int64)
     best = (0, 0)  # of a round trip: how long it took, and the offset that it says
     for peer in range(1, ranks):

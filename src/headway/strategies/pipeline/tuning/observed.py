@@ -1,4 +1,4 @@
-"""What a step of a pipeline was like on every rank, as values: when its passes ran, and when its messages went."""
+"""Values that describe an observed pipeline step: when passes ran on every rank, and when messages were sent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Span(NamedTuple):
 class RankStep:
     """One rank's step, in ns of rank 0's clock.
 
-    ``begin_ns`` is when its program began, ``outside_ns`` how long the rank was busy with other things since its last
-    program ended, ``end_ns`` when the program ended. ``sent_ns`` is when sends were begun; of what is received,
-    ``received`` is from when the receive was posted to when the message had arrived.
+    The program ran from ``begin_ns`` to ``end_ns``; before it, the rank spent ``outside_ns`` outside of steps.
+    ``sent_ns`` is when each send began, ``received`` the span from posting a receive to the message's arrival.
     """
 
     begin_ns: int
@@ -36,7 +35,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step of all ranks of one pipeline under the order number ``candidate`` of those that a tuner chooses among."""
+    """A step of all ranks of one pipeline; ``candidate`` is the index of its order among the tuner's candidates."""
 
     number: int
     candidate: int
@@ -47,7 +46,7 @@ _HEADER = 5
 
 
 class Columns:
-    """One rank's step as a row of integers, all of the same length, for a collective to carry."""
+    """Encodes one rank's step as a row of integers, for a collective."""
 
     def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
         program = program_of(schedule, rank)
@@ -57,11 +56,11 @@ class Columns:
 
     @property
     def length(self) -> int:
-        """How many integers it takes."""
+        """The number of integers in a row."""
         return _HEADER + 2 * len(self._actions) + len(self._sent) + 2 * len(self._received)
 
     def row(self, number: int, candidate: int, step: RankStep) -> list[int]:
-        """``step`` as such a row."""
+        """Encode ``step`` as a row."""
         spans = [
             *map(step.passes.__getitem__, self._actions),
             *map(step.received.__getitem__, self._received),
@@ -72,7 +71,7 @@ class Columns:
         ]  # fmt: skip
 
     def step(self, row: Sequence[int]) -> RankStep:
-        """The step that ``row`` begins with."""
+        """Decode the step at the start of ``row``."""
         sends = row[_HEADER : _HEADER + len(self._sent)]
         rest = row[_HEADER + len(self._sent) : self.length]
         spans = [Span(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)]
@@ -86,5 +85,5 @@ class Columns:
 
 
 def number_and_candidate(row: Sequence[int]) -> tuple[int, int]:
-    """Of which step a row is, and under which order."""
+    """The step number and candidate of a row."""
     return row[0], row[1]
