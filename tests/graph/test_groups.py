@@ -87,11 +87,11 @@ def test_what_a_member_never_asks_for_is_refused() -> None:
     graph, cursors = graph_of(3)
     selection = Selection(RING, ALL_REDUCE)
     graph.launch(cursors[0], "average", 0, 8, bucket=-1, selection=selection, members=(0, 2))
-    with pytest.raises(ValueError, match=r"average of step 0, members \[0, 2\]: ranks \[2\] never ask"):
+    with pytest.raises(ValueError, match=r"average of step 0, members \[0, 2\]: ranks \[2\] never call"):
         graph.close()
     graph, cursors = graph_of(3)
     graph.transfer(cursors[1], 1, 2, 0, 8)
-    with pytest.raises(ValueError, match=r"transfer of step 0, members \[1, 2\]: ranks \[2\] never ask"):
+    with pytest.raises(ValueError, match=r"transfer of step 0, members \[1, 2\]: ranks \[2\] never call"):
         graph.close()
 
 
@@ -152,7 +152,7 @@ def test_ranks_may_have_different_numbers_of_steps() -> None:
 def test_a_collective_of_all_that_a_rank_of_fewer_steps_never_asks_for_is_refused() -> None:
     graph, cursors = graph_of(2)
     graph.launch(cursors[0], ALL_REDUCE, 0, 8, bucket=0, selection=Selection(RING, ALL_REDUCE))
-    with pytest.raises(ValueError, match=r"ranks \[1\] never ask"):
+    with pytest.raises(ValueError, match=r"ranks \[1\] never call"):
         graph.close()
 
 

@@ -109,7 +109,7 @@ def test_traffic_of_others_for_good_or_for_a_while() -> None:
         Traffic(source="a", target="b", gbps=1),
         Traffic(source="b", target="a", gbps=0.5, start_ms=200, end_ms=1000),
     )
-    assert "others' 1 Gbit/s from a to b" in what_if.describe()
+    assert "other traffic of 1 Gbit/s from a to b" in what_if.describe()
 
 
 @pytest.mark.parametrize(

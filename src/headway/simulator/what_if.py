@@ -1,4 +1,4 @@
-"""What-ifs: how a cluster and the recorded computation would differ."""
+"""Parses ``--what-if`` and applies it to jobs: changes to the cluster, to computation times, and incidents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST = 1e6  # factor
 
 
 def incidents_of(texts: Iterable[str]) -> tuple[Incidents, list[str]]:
-    """What ``texts`` say of incidents, and those that are about something else. Raises UserError."""
+    """The incidents in ``texts``, and the remaining texts. Raises UserError."""
     incidents, remaining = Incidents(), []
     for text in texts:
         changed = _with_incident(text, incidents)
@@ -39,7 +39,7 @@ def incidents_of(texts: Iterable[str]) -> tuple[Incidents, list[str]]:
 
 
 def _with_incident(text: str, incidents: Incidents) -> Incidents | None:
-    """``incidents`` and what ``text`` says; None where it says nothing of that kind. Raises UserError."""
+    """``incidents`` plus the one in ``text``; None if ``text`` is not an incident. Raises UserError."""
     key, equals, value = text.partition("=")
     what, _, whose = key.partition(":")
     if what == SLOWDOWN:
@@ -88,14 +88,13 @@ UP, DOWN = "up", "down"
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Multipliers on what was recorded, and another number of workers, or of workers per host.
+    """Factors on the recorded cluster and computation, another number of workers, other traffic, and incidents.
 
-    ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time that computation takes (0.5
-    means devices twice as fast). ``link_factors`` multiplies the rate of single links, by the name of their host
-    and their direction ("up" or "down"), ``rank_factors`` the time that computation takes on single ranks,
-    ``kernel_factors`` that of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is
-    what others send over the same links, in addition to the cluster's, ``incidents`` what the job lives through. Each
-    worker keeps its batch if their number changes.
+    ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` computation times (0.5: devices twice as
+    fast). ``link_factors`` multiplies single links by (host, "up" or "down"), ``rank_factors`` the computation times of
+    single ranks, ``kernel_factors`` those of operators, kernels or modules that match a pattern (``fnmatch``).
+    ``traffic`` is additional traffic of other jobs, ``incidents`` are slowdowns, deaths and joins. Each worker keeps its
+    batch if the number of workers changes.
     """
 
     bandwidth: float = 1.0
@@ -111,7 +110,7 @@ class WhatIf:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
-        """Read ``K=V`` texts; factors of repeated keys multiply. Raises UserError for what cannot be read."""
+        """Parse ``K=V`` texts; factors of repeated keys multiply. Raises UserError for invalid texts."""
         factors = {"bandwidth": 1.0, "latency": 1.0, "compute": 1.0}
         link_factors: dict[tuple[str, str], float] = {}
         rank_factors: dict[int, float] = {}
@@ -170,9 +169,9 @@ class WhatIf:
         )
 
     def rewrite(self, job: Job) -> Job:
-        """``job`` under this what-if; one what-if after the other multiplies.
+        """``job`` under this what-if; repeated what-ifs multiply.
 
-        Raises UserError for hosts and ranks that it does not have, TraceError for kernels that were not recorded.
+        Raises UserError for unknown hosts and ranks, TraceError for kernels that were not recorded.
         """
         computation = job.steps
         if self.kernel_factors:
@@ -187,7 +186,7 @@ class WhatIf:
         return replace(self, incidents=self.incidents.without_members())
 
     def apply(self, cluster: Cluster) -> Cluster:
-        """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
+        """The cluster under this what-if. Raises UserError for unknown hosts and ranks."""
         changed = cluster.scaled(bandwidth=self.bandwidth, latency=self.latency, host=self.compute)
         if self.workers is not None:
             changed = changed.resized(self.workers, self.workers_a_host)
@@ -216,7 +215,7 @@ class WhatIf:
         return host.model_copy(update={"up_gbps": host.up_gbps * up, "down_gbps": host.down_gbps * down})
 
     def describe(self) -> str:
-        """Say in words what differs; empty where nothing does."""
+        """Describe the changes; empty if there are none."""
         changes = [
             f"{what} {factor:g} times the recorded"
             for what, factor in (
@@ -253,7 +252,7 @@ def _links(whose: str) -> list[tuple[str, str]]:
 
 
 def _traffic(source: str, target: str, value: str) -> Traffic:
-    """Read ``RATE`` or ``RATE@START-END``."""
+    """Parse ``RATE`` or ``RATE@START-END``."""
     rate, at, when = value.partition("@")
     start, dash, end = when.partition("-")
     if at and not (dash and start and end):
@@ -268,7 +267,7 @@ def _traffic(source: str, target: str, value: str) -> Traffic:
 
 
 def _parse_workers(value: str) -> tuple[int, int | None]:
-    """Read ``N``, or ``HOSTSxN``: workers in all, and on each host where that is said."""
+    """Parse ``N`` or ``HOSTSxN``: the number of workers, and per host in the second form."""
     hosts, times, per_host = value.partition("x")
     parts = [hosts, per_host] if times else [value]
     if all(part.isdecimal() and len(part) < 8 for part in parts):

@@ -74,7 +74,7 @@ def test_what_it_refuses() -> None:
 
 
 def test_a_whole_model_cannot_be_trained_in_stages_nor_stages_as_a_whole() -> None:
-    with pytest.raises(PlanError, match="cut into 4 stages"):
+    with pytest.raises(PlanError, match="split into 4 stages"):
         simulate(a_job(), DistributedDataParallelStrategy())
 
 

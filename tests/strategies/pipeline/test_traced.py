@@ -181,7 +181,7 @@ def decides(self: Any, x: torch.Tensor) -> torch.Tensor:
         (assigns, "assigns attributes, which the stages would not; got model.found"),
         (changes_a_buffer, "changes a parameter or a buffer between modules; got steps"),
         (checkpoints_a_function, "passes on a closure or a function with default arguments"),
-        (remembers, "passes on an object that keeps tensors .*; got Memory"),
+        (remembers, "passes on an object that holds tensors .*; got Memory"),
         (lambda self, x: (self.b(x), self.a.bias), "returns a tensor that it did not compute"),
         (lambda self, x: self.b(self.missing(x)), "failed on tensors without values; got AttributeError"),
     ],
@@ -216,7 +216,7 @@ def test_a_stage_may_change_what_it_is_given_unless_another_tensor_has_its_memor
 
     model = Odd(odd)
     if is_refused:
-        with pytest.raises(UnsupportedError, match="together with a tensor of the same memory; got act"):
+        with pytest.raises(UnsupportedError, match="another received tensor shares its memory; got act"):
             cut(model, ("act",), example=rows())
         return
     found = cut(model, ("act",), example=rows())
@@ -290,10 +290,10 @@ def test_the_default_cut_looks_into_what_is_large() -> None:
         (("transformer.g.1",), 2, "that the model does not have; got transformer.g.1; expected .*transformer.h.1"),
         (("transformer.h",), 2, "a module that forward does not call; got transformer.h; expected .*transformer.h.0"),
         (("transformer.h.3", "transformer.h.1"), 3, "do not give one stage per rank"),
-        (("transformer.h.1",), 3, "do not give one stage per rank .* expected 2 modules"),
+        (("transformer.h.1",), 3, "do not give one stage per rank; .* expected 2 modules"),
         (("transformer.wte",), 2, "a stage has no parameters to train; got stage 0"),
         (("transformer.drop", "transformer.h.0"), 3, "a stage has no parameters to train; got stage 1"),
-        ((), 40, "too few places where one tensor is handed on .* Give split_points, of transformer.wpe"),
+        ((), 40, "too few places where a single tensor passes on; .* Choose split_points from transformer.wpe"),
     ],
 )  # fmt: skip
 def test_points_at_which_no_stage_can_begin_are_refused(
@@ -305,7 +305,7 @@ def test_points_at_which_no_stage_can_begin_are_refused(
 
 def test_calls_of_pipe_split_have_to_be_as_many_as_stages() -> None:
     model = made(lambda: GPT(GPTConfig(splits=True)))
-    with pytest.raises(PlanError, match=r"calls of pipe_split\(\) do not cut it .* got 2 calls; expected 1"):
+    with pytest.raises(PlanError, match=r"pipe_split\(\) calls do not give one stage per rank; got 2 calls; expected 1"):
         cut(model, stages=2)
     assert cut(model, stages=3).stages_of("transformer.h.2.ln_1.weight") == (1,)
     assert cut(model, ("transformer.h.2",)).stages_of("transformer.h.2.ln_1.weight") == (1,), (
