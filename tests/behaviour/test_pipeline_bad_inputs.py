@@ -29,7 +29,7 @@ def test_a_smaller_batch_in_a_later_step_is_refused() -> None:
     said = [each.result for each in workers.launch(3, f"{CASES}:in_a_later_step", timeout_s=60)]
     assert "micro-batches of different shapes ([1, 8]) than in the first step ([2, 8])" in said[0], said
     assert "rank 0 has ended" in said[1], said
-    assert "rank 2: the target has micro-batches of other shapes" in said[2], said
+    assert "rank 2: the target has micro-batches of different shapes" in said[2], said
 
 
 @pytest.mark.parametrize("what", ["None", "number"])

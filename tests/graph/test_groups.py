@@ -158,7 +158,7 @@ def test_a_collective_of_all_that_a_rank_of_fewer_steps_never_asks_for_is_refuse
 
 def test_what_cannot_be_told_of_groups_is_refused() -> None:
     folded = GraphBuilder(cluster(4), pairs_in_turn(4), folded=2)
-    with pytest.raises(AssertionError, match="ranks that are played"):
+    with pytest.raises(AssertionError, match="between simulated ranks"):
         folded.transfer(RankCursor(0), 0, 2, 0, 8)
     with pytest.raises(AssertionError, match="played come first"):
         folded.launch(

@@ -138,7 +138,7 @@ def test_open_decisions_are_named() -> None:
             return ()
 
     with pytest.raises(
-        DeadlockError, match="2 operations wait for ever: open decisions 1 since 25 ns"
+        DeadlockError, match="2 operations wait forever: open decisions 1 since 25 ns"
     ) as deadlock:
         play_deciding(builder, Nobody())
     assert deadlock.value.undecided == {open_one: 25}
