@@ -23,7 +23,7 @@ from memory.running import run
 from headway.job import Job
 from headway.replayer.replayer import Replayer
 from headway.simulator.memory import rank_peaks_bytes
-from headway.strategies.pipeline.micro_batch_sizes import between
+from headway.strategies.pipeline.micro_batch_sizes import interpolated
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.folder import load_trace
 
@@ -59,7 +59,7 @@ def main() -> None:
 def _rows(case: str) -> list[dict[str, Any]]:
     subject, stages = CASES[case]
     replayer, fewer, more = (_recorded(subject, stages, count) for count in (MICRO_BATCHES, *AROUND))
-    inside = between(fewer.job, more.job, MICRO_BATCHES).job
+    inside = interpolated(fewer.job, more.job, MICRO_BATCHES).job
     rows = []
     for method, strategy in ORDERS.items():
         print(f"{case} {method} …", file=sys.stderr, flush=True)

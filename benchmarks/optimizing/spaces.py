@@ -11,7 +11,7 @@ from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_layout import profile_of
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.scheduling.buckets import GATHER_MODES, Part, whole
+from headway.scheduling.buckets import GATHER_MODES, Part, whole_parameter
 from headway.scheduling.fusion import Groups, bucket_caps_mb
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
@@ -93,7 +93,7 @@ def runs_of(model: ModelSpec, count: int) -> Groups:
     found: dict[int, list[Part]] = {}
     passed = 0
     for parameter in model.ready_parameters():
-        found.setdefault(passed * count // model.size_bytes, []).append(whole(parameter))
+        found.setdefault(passed * count // model.size_bytes, []).append(whole_parameter(parameter))
         passed += parameter.size_bytes
     return list(found.values())
 

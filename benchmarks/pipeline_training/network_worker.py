@@ -20,9 +20,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from headway.scheduling.pipeline.schedule import Pass
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.runtime import PipelineRuntime
+from headway.strategies.pipeline.runtime import PipelineRuntime, StepWatch
 from headway.strategies.pipeline.tuning.follower import Follower
-from headway.strategies.pipeline.tuning.observed import RankStep, StepWatch
+from headway.strategies.pipeline.tuning.observed import RankStep
 from headway.torch_private.pipelining import PipelineSteps
 from pipeline_training.measured import cpu_s, message_ms, stream_ms
 from pipeline_training.network_cases import CASES, PHASE_S, NetworkCase

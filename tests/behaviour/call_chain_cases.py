@@ -1,4 +1,4 @@
-"""Run in two ranks: the calls between a gradient's hook and its collective, and those of a gradient altogether."""
+"""Run in two ranks: the calls between a gradient's hook and its collective, and the files of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from headway.collectives import executor
 from headway.scheduling.buckets import GatherMode
 from headway.strategies.decoupled.policy import DecoupledStrategy
 from headway.strategies.decoupled.wrapper import wrap
+from headway.strategies.pipeline.plugin import pipelined
+from headway.strategies.pipeline.policy import PipelineStrategy
 
 ROOT = str(Path(headway.__file__).parent)
 LAYERS, WIDTH = 12, 8
@@ -84,3 +86,35 @@ def watch(_rank: int, _world_size: int) -> dict[str, Any]:
             "calls_a_parameter": calls.count / (2 * LAYERS),
         }  # fmt: skip
     return found
+
+
+class Doubled(nn.Module):
+    """Two layers in a forward of its own, so that it is traced to be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Both layers."""
+        return self.second(self.first(batch).relu())
+
+
+def watch_micro_batches(_rank: int, _world_size: int) -> list[str]:
+    """The files of Headway that are called in a step of a pipeline, once its stages are prepared."""
+    model, batch = Doubled(), torch.ones(4, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = PipelineStrategy(micro_batches=2, split_points=("second",))
+    stage = pipelined(model, optimizer, strategy, nn.functional.mse_loss, batch)
+    files: set[str] = set()
+
+    def on_call(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
+
+    for step in range(2):
+        if step:
+            sys.setprofile(on_call)
+        stage.train_step(batch, batch)
+        sys.setprofile(None)
+    return sorted(files)

@@ -176,7 +176,7 @@ def test_costs_of_codecs_are_measured(busy_cores: bool) -> None:
 def test_what_could_not_be_sent_is_refused() -> None:
     int8 = DistributedDataParallelStrategy(wire=(Int8(),))
     for module, said in (
-        (nn.Linear(2, 2, dtype=torch.complex64), "real numbers"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "floating-point"),
         (nn.Embedding(4, 2, sparse=True), "sparse"),
         (nn.Linear(2, 2, device="meta"), "on the CPU"),
     ):

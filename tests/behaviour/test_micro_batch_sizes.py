@@ -16,7 +16,7 @@ from torch import nn
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
 from headway.strategies.pipeline.memory import peak_bytes
-from headway.strategies.pipeline.micro_batch_sizes import between
+from headway.strategies.pipeline.micro_batch_sizes import interpolated
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.folder import load_trace
 
@@ -49,8 +49,8 @@ def test_all_numbers_are_tried_and_those_between(recorded: Path) -> None:
     names = [each["name"] for each in found["plans"]]
     assert any("2F2B, 8 micro-batches" in name for name in names)
     assert any("2F2B, 2 micro-batches instead of 8" in name for name in names)
-    between = [each for each in found["plans"] if each["name"].endswith("(between 2 and 8)")]
-    assert {each["name"].split(", ")[2].split()[0] for each in between} == {"4"}
+    interpolated = [each for each in found["plans"] if each["name"].endswith("(between 2 and 8)")]
+    assert {each["name"].split(", ")[2].split()[0] for each in interpolated} == {"4"}
     assert "times of 4 micro-batches are interpolated between 2 and 8" in found["note"]
     peaks = {each["name"]: each["peak_bytes"] for each in found["plans"]}
     one_by_one = {
@@ -78,7 +78,7 @@ def test_what_was_measured_is_what_is_predicted(recorded: Path) -> None:
 
 def test_memory_between_recorded_numbers_is_that_of_a_recording(recorded: Path) -> None:
     many, few, real = (Replayer(load_trace(recorded / str(each))).job for each in (*COUNTS, 4))
-    found = between(few, many, 4)
+    found = interpolated(few, many, 4)
     assert found.job.boundary_bytes == real.boundary_bytes
     for one, other in zip(found.job.stages, real.stages, strict=True):
         mine, wanted = one.stage_memory, other.stage_memory

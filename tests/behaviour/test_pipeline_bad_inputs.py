@@ -16,26 +16,26 @@ def test_all_ranks_refuse_what_one_of_them_is_given() -> None:
         assert all(each.startswith("UserError: ") for each in said.values()), said
         assert "rank 0: the batch cannot be split into 4 micro-batches of one size" in said["uneven batch"]
         assert "they have 2, 2, 2, 1 samples" in said["uneven batch"]
-        assert "rank 0: the batch has fewer samples than the 4 micro-batches" in said["small batch"]
-        assert "rank 2: the target cannot be split" in said["uneven target"]
+        assert "rank 0: the batch has fewer samples than 4 micro-batches" in said["small batch"]
+        assert "rank 2: the target does not split" in said["uneven target"]
         assert "stages 0 and 1 disagree" in said["other shapes"]
         assert "float32 [2, 8] of stage 0" in said["other shapes"]
-        assert "float32 [2, 7], which stage 1 is to be given" in said["other shapes"]
-        assert "float64 [2, 8], which stage 1 is to be given" in said["other types"]
+        assert "float32 [2, 7], which stage 1 expects" in said["other shapes"]
+        assert "float64 [2, 8], which stage 1 expects" in said["other types"]
 
 
 def test_a_smaller_batch_in_a_later_step_is_refused() -> None:
     """By who is given it; the others say who is gone."""
     said = [each.result for each in workers.launch(3, f"{CASES}:in_a_later_step", timeout_s=60)]
-    assert "micro-batches of other shapes ([1, 8]) than in the first step ([2, 8])" in said[0], said
+    assert "micro-batches of different shapes ([1, 8]) than in the first step ([2, 8])" in said[0], said
     assert "rank 0 has ended" in said[1], said
-    assert "rank 2: the target has micro-batches of other shapes" in said[2], said
+    assert "rank 2: the target has micro-batches of different shapes" in said[2], said
 
 
 @pytest.mark.parametrize("what", ["None", "number"])
 def test_stages_that_hand_on_no_tensor_are_refused(what: str) -> None:
     said = [each.result for each in workers.launch(3, f"{CASES}:hands_on", what, timeout_s=60)]
-    assert said[1].startswith("UserError: stage 1 hands on what no message carries"), said
+    assert said[1].startswith("UserError: stage 1 outputs something that cannot be sent"), said
     for other in (said[0], said[2]):
         assert other.startswith("CommunicationError: "), said
         assert "rank 1 has ended" in other, said

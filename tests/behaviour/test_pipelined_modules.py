@@ -82,21 +82,21 @@ def test_dropout_draws_the_same_in_every_order() -> None:
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
     for said in workers.run(RANKS, f"{REFUSALS}:refused", timeout_s=60):
         assert (
-            "only a torch.nn.Sequential is cut into stages without an example of a batch; got Linear"
+            "only torch.nn.Sequential can be split into stages without an example batch; got Linear"
             in said["no Sequential"]
         )
-        assert "a pipeline computes the loss behind its last stage; got loss_fn=None" in said["no loss"]
+        assert "a pipeline needs a loss function for its last stage; got loss_fn=None" in said["no loss"]
         assert "a pipeline accepts no DDP options; got bucket_cap_mb" in said["options of DDP"]
         assert (
             "the model has fewer children than there are stages; got 2; expected at least 3"
             in said["few layers"]
         )
-        assert "ranks have constructed different models" in said["other models"]
+        assert "ranks constructed different models" in said["other models"]
         assert "modules that the model does not have; got head" in said["strange points"]
-        assert "do not cut the model into as many stages" in said["points in another order"]
-        assert "do not cut the model into as many stages" in said["one point"]
-        assert "a pipeline takes one tensor as the target; got tuple" in said["two targets"]
-        assert "2-norm of all of them alone; got 1 of the 2 parameters" in said["a part is clipped"]
+        assert "do not give one stage per rank" in said["points in another order"]
+        assert "do not give one stage per rank" in said["one point"]
+        assert "the target of a pipeline must be a single tensor; got tuple" in said["two targets"]
+        assert "2-norm of all of them; got 1 of the 2 parameters" in said["a part is clipped"]
         assert "norm_type=inf" in said["another norm"]
         assert "the optimizer updates no parameter of the model" in said["another optimizer"]
 
@@ -106,18 +106,18 @@ def test_meshes_and_batches_that_do_not_fit_are_refused() -> None:
     assert "the plan is for another stage 1" in found[3]["a plan for another model"]
     for said in found:
         assert (
-            "the mesh has other dimensions than pipelines have; got 'stages', 'data'" in said["other names"]
+            "the mesh does not have the dimensions of a pipeline; got 'stages', 'data'" in said["other names"]
         )
         assert "dimensions without names" in said["no names"]
-        assert "the mesh does not have every rank of the job; got 2 ranks" in said["fewer ranks"]
-        assert "mesh is no mesh; got dict" in said["no mesh"]
-        assert "nothing says which ranks are a pipeline" in said["nothing said"]
+        assert "the mesh must contain every rank exactly once; got 2 ranks" in said["fewer ranks"]
+        assert "mesh must be a DeviceMesh; got dict" in said["no mesh"]
+        assert "cannot tell which ranks form a pipeline" in said["nothing said"]
         assert "got 4 ranks and 3 stages" in said["three stages"]
-        assert "halved" in said["halved backwards"]
+        assert "backward passes are split" in said["halved backwards"]
         assert "mesh is only for pipelines" in said["no pipeline"]
-        assert "the mesh is not the one that the plan is for; got 2 data x 2 pipeline" in said["another plan"]
+        assert "the mesh differs from the plan's; got 2 data x 2 pipeline" in said["another plan"]
         assert "the plan is for another world size; got 4 workers" in said["a larger plan"]
-        assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes"]
-        assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes later"]
-        assert "other parameters are trained than when" in said["frozen later"]
+        assert "batches of different sizes; got 8 samples, 4 samples" in said["other sizes"]
+        assert "batches of different sizes; got 8 samples, 4 samples" in said["other sizes later"]
+        assert "the set of trainable parameters changed" in said["frozen later"]
         assert said["by its split points"] == said["by its plan"] == "trained"

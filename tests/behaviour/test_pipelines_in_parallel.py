@@ -101,4 +101,4 @@ def test_halved_backwards_are_refused_before_anything_is_trained(recorded: Path)
     plan.write_text(yaml.safe_dump(described))
     done = headway("run", "--plan", plan, "--", *torchrun(*SCRIPT, "--data-first", workers=4))
     assert done.returncode == 2
-    assert "whose backwards are halved" in last_line(done.stderr)
+    assert "when backward passes are split" in last_line(done.stderr)

@@ -80,7 +80,7 @@ def test_orders_of_one_stage_a_rank_are_refused(recorded: Path) -> None:
     other.write_text(yaml.safe_dump(described))
     refused = headway("replay", recorded / "trace", "--plan", other)
     assert refused.returncode == 2
-    assert "another number of stages a rank" in last_line(refused.stderr), refused.stderr
+    assert "does not fit the number of stages per rank" in last_line(refused.stderr), refused.stderr
     refused = headway("run", "--plan", other, "--", *torchrun(*SCRIPT, workers=RANKS))
     assert refused.returncode == 2
-    assert "another number of stages a rank" in refused.stderr
+    assert "does not fit the number of stages per rank" in refused.stderr

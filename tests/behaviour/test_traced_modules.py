@@ -63,19 +63,20 @@ def test_dropout_draws_the_same_in_every_order_and_nothing_in_evaluation() -> No
 
 def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     for rank, said in enumerate(workers.run(RANKS, f"{CASES}:refused", timeout_s=60)):
-        assert "ranks would cut the model into other stages" in said["other examples"]
+        assert "ranks disagree about how to split the model into stages" in said["other examples"]
         assert (
-            "example_batch does not split into micro-batches of one size; got int64 [13, 6]"
+            "cannot split example_batch into micro-batches of equal size; got int64 [13, 6]"
             if rank == 2
-            else "ranks would cut the model into other stages"
+            else "ranks disagree about how to split the model into stages"
         ) in said["one rank alone"]
         assert (
-            "got transformr.h.2; expected names of its modules, as transformer.h.2" in said["unknown point"]
+            "got transformr.h.2; expected names of its modules, such as transformer.h.2"
+            in said["unknown point"]
         )
-        assert "do not cut the model into as many stages" in said["one point short"]
+        assert "do not give one stage per rank" in said["one point short"]
         for which in ("another batch", "another batch in evaluation", "many inputs"):
             assert (
-                "ranks do not train on the batch" if rank else "a batch is not like example_batch"
+                "ranks disagree about the batch" if rank else "the batch does not match example_batch"
             ) in said[which]
         assert "Call parallelize, train_step and evaluate under the same torch.autocast" in said["autocast"]
-        assert "requires_grad of parameters was changed" in said["unfrozen"]
+        assert "requires_grad changed after" in said["unfrozen"]

@@ -78,7 +78,7 @@ class ClusterResources:
             sender=2 * source if size_bytes else NO_RESOURCE,
             receiver=2 * target + 1 if size_bytes else NO_RESOURCE,
             queue=queue,
-            asked=rate_gbps / most_gbps,
+            demand=rate_gbps / most_gbps,
         )
 
     @staticmethod

@@ -29,4 +29,4 @@ def test_as_on_the_cpu() -> None:
 def test_a_pipeline_is_refused_whose_messages_gloo_would_have_to_send() -> None:
     """Torch itself ends such a process."""
     for message in workers.run(2, ON_DEVICE, f"{CASES}:pipelined"):
-        assert "Gloo sends tensors on the CPU alone" in message
+        assert "Gloo only sends CPU tensors" in message

@@ -77,6 +77,6 @@ def test_ranks_that_nobody_lets_go_on_are_named() -> None:
 
     workers = Workers(((10, 10), (10, 10), (25, 10)), (1.0,) * 3, (1.0,) * 3, 0, 0)
     with pytest.raises(
-        DeadlockError, match=r"the decider lets nobody go on: .*rank 2 since 35 ns \(step 1, arrived\)"
+        DeadlockError, match=r"the decider lets no rank continue: .*rank 2 since 35 ns \(step 1, arrived\)"
     ):
         Forgetful(workers, ahead=True).play()

@@ -1,4 +1,4 @@
-"""How many steps ranks finish in a time, where they do not finish them together: throughput over a horizon."""
+"""Computes throughput over a time horizon, for ranks that do not finish steps together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headway.simulation.engine import PlayedTimes
 def steps_finished(
     boundaries: Mapping[int, Sequence[int]], played: PlayedTimes, until_ns: int
 ) -> tuple[int, ...]:
-    """How many steps each rank has finished at ``until_ns``.
+    """The number of steps that each rank has finished at ``until_ns``.
 
-    ``boundaries`` are those of the graph (``GraphBuilder.boundaries``): of each step the operation with which it ends
-    on every rank, -1 where a rank does not have the step. A step that was not played to its end is not finished.
+    ``boundaries`` (``GraphBuilder.boundaries``) has the last operation of each step on every rank, -1 if a rank lacks
+    the step. Steps that were not played to their end do not count.
     """
     ranks = max((len(ends) for ends in boundaries.values()), default=0)
     finished = [0] * ranks
@@ -26,11 +26,11 @@ def steps_finished(
 def steps_per_s(
     boundaries: Mapping[int, Sequence[int]], played: PlayedTimes, from_ns: int, until_ns: int
 ) -> float:
-    """The steps of all ranks together, a second, that are finished after ``from_ns`` and until ``until_ns``.
+    """The steps per second of all ranks together that finish after ``from_ns``, up to ``until_ns``.
 
-    What is before ``from_ns`` is a warm-up. Raises ValueError where no time lies between the two.
+    The time before ``from_ns`` is a warm-up. Raises ValueError unless ``until_ns`` is later than ``from_ns``.
     """
     if until_ns <= from_ns:
-        raise ValueError(f"no time lies between {from_ns} ns and {until_ns} ns")
+        raise ValueError(f"until_ns must be after from_ns: got {from_ns} ns and {until_ns} ns")
     before, after = (sum(steps_finished(boundaries, played, time_ns)) for time_ns in (from_ns, until_ns))
     return (after - before) / (until_ns - from_ns) * 1e9

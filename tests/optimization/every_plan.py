@@ -11,7 +11,7 @@ from headway.job import Job
 from headway.model import ParameterSpec
 from headway.planning.algorithm_choices import algorithm_choices
 from headway.planning.link_cost import LinkCosts
-from headway.scheduling.buckets import GATHER_MODES, GatherMode, whole
+from headway.scheduling.buckets import GATHER_MODES, GatherMode, whole_parameter
 from headway.scheduling.fusion import bucket_caps_mb
 from headway.simulator.simulate import Simulator
 from headway.strategies.base import Strategy
@@ -48,7 +48,7 @@ def every_plan(
         )  # fmt: skip
     choices = algorithm_choices(LinkCosts(job.on), job.model.size_bytes)
     for runs in _in_runs(parameters):
-        caps = bucket_caps_mb([[whole(each) for each in run] for run in runs], job.model)
+        caps = bucket_caps_mb([[whole_parameter(each) for each in run] for run in runs], job.model)
         yield DistributedDataParallelStrategy(bucket_caps_mb=caps)
         for form in forms:
             for count in channels:

@@ -76,14 +76,14 @@ def test_plans_that_cannot_be_replayed_are_left_out_with_a_word(monkeypatch: pyt
 
     def refusing(self: Replayer, strategy: Any = None, *rest: Any, **options: Any) -> Any:
         if isinstance(strategy, DecoupledStrategy):
-            raise UserError("the replay would be too large")
+            raise UserError("the replay is too large")
         return replay(self, strategy, *rest, **options)
 
     monkeypatch.setattr(Replayer, "replay", refusing)
     found = search(one)
     assert found.candidates
     assert not any(isinstance(each.strategy, DecoupledStrategy) for each in found.candidates)
-    assert "plans cannot be replayed: the replay would be too large" in found.note
+    assert "plans cannot be replayed: the replay is too large" in found.note
 
 
 def test_without_time_what_the_job_would_be_left_with_is_found() -> None:

@@ -15,7 +15,13 @@ from headway.cluster import AlgorithmCost
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
-from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, forward_gather_order, make_buckets, whole
+from headway.scheduling.buckets import (
+    GATHER_MODES,
+    BucketSchedule,
+    forward_gather_order,
+    make_buckets,
+    whole_parameter,
+)
 from headway.strategies.decoupled.planner.surrogate import Predictor
 from headway.strategies.decoupled.reactions import Reactions
 
@@ -41,7 +47,9 @@ def cases(draw: st.DrawFn, *, any_order: bool = True) -> Case:
     ready = job.model.ready_parameters()
     cuts = sorted(draw(st.sets(st.integers(1, len(ready) - 1))))
     groups = [ready[start:end] for start, end in zip([0, *cuts], [*cuts, len(ready)], strict=True)]
-    buckets = make_buckets([[whole(parameter) for parameter in group] for group in groups], job.model)
+    buckets = make_buckets(
+        [[whole_parameter(parameter) for parameter in group] for group in groups], job.model
+    )
     order = forward_gather_order(job.model, buckets)
     if any_order:
         order = tuple(draw(st.permutations(range(len(buckets)))))

@@ -278,7 +278,7 @@ def test_what_ifs_of_pipelines() -> None:
     assert min(slower) > 1.1 * plain
     assert step_ms("traffic:h0:h1=9gbit") > plain
     assert step_ms("random-slowdown:20%=3x") > plain
-    for text, said in (("dies:1@2s", "death"), ("workers=8", "--workers"), ("kernels:a=2x", "recording")):
+    for text, said in (("dies:1@2s", "dies after"), ("workers=8", "--workers"), ("kernels:a=2x", "recording")):
         with pytest.raises(UserError, match=said):
             step_ms(text)
 
@@ -324,9 +324,13 @@ def test_tensor_parallelism_within_hosts() -> None:
         (PredictedPipeline(stages=3), 4, "whole pipelines"),
         (PredictedPipeline(), 32, "at most 14"),
         (PredictedPipeline(micro_batches=100), 2, "fewer samples than micro-batches"),
-        (PredictedPipeline(split_points=("nowhere",)), 2, "where a split point says"),
-        (PredictedPipeline(split_points=("transformer.h.0.attn",)), 2, "where a split point says"),
-        (PredictedPipeline(split_points=("transformer.h.2", "transformer.h.4")), 2, "do not make the stages"),
+        (PredictedPipeline(split_points=("nowhere",)), 2, "at this split point"),
+        (PredictedPipeline(split_points=("transformer.h.0.attn",)), 2, "at this split point"),
+        (
+            PredictedPipeline(split_points=("transformer.h.2", "transformer.h.4")),
+            2,
+            "do not give the requested number of stages",
+        ),
     ],
 )
 def test_what_is_refused(strategy: PredictedPipeline, workers: int, said: str) -> None:

@@ -193,8 +193,8 @@ def test_only_recordings_of_ddp_tell_the_times_of_modules() -> None:
 @pytest.mark.parametrize(
     ("points", "said"),
     [
-        (("layer1", "nowhere", "head"), "where a split point says"),
-        (("layer2", "layer1", "head"), "do not make the stages"),
+        (("layer1", "nowhere", "head"), "at this split point"),
+        (("layer2", "layer1", "head"), "do not give the requested number of stages"),
         (("layer1", "layer2"), "do not share the recorded ranks"),
     ],
 )

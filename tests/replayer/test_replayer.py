@@ -260,7 +260,7 @@ def test_a_slow_rank_and_a_slow_link_hold_everybody_up() -> None:
     ]
     assert min(both) > 1.3 * usual.step_ms
     assert both[0] == pytest.approx(both[1], rel=0.01)  # a ring uses every link in either direction alike
-    with pytest.raises(UserError, match="no such rank"):
+    with pytest.raises(UserError, match="unknown rank"):
         replayer.replay(what_if=WhatIf.parse(["compute:4=2x"]))
 
 

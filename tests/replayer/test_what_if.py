@@ -44,7 +44,7 @@ def test_incidents() -> None:
         WhatIf.parse(["dies:3@2s", "dies:3@5s"])
     with pytest.raises(UserError, match="twice"):
         WhatIf.parse(["random-slowdown:10%=3x", "random-slowdown:20%=3x"])
-    with pytest.raises(UserError, match="no such rank"):
+    with pytest.raises(UserError, match="unknown rank"):
         WhatIf.parse(["dies:4@2s"]).apply(TWO)
 
 
@@ -77,8 +77,8 @@ def test_single_links_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bandwidth:c=2x", "there is no such host; got 'c'; expected a, b:c"),
-        ("compute:4=2x", "there is no such rank; got 4; expected 0 to 3"),
+        ("bandwidth:c=2x", "unknown host; got 'c'; expected a, b:c"),
+        ("compute:4=2x", "unknown rank; got 4; expected 0 to 3"),
     ],
 )  # fmt: skip
 def test_whom_there_is_not(text: str, said: str) -> None:
@@ -109,7 +109,7 @@ def test_traffic_of_others_for_good_or_for_a_while() -> None:
         Traffic(source="a", target="b", gbps=1),
         Traffic(source="b", target="a", gbps=0.5, start_ms=200, end_ms=1000),
     )
-    assert "others' 1 Gbit/s from a to b" in what_if.describe()
+    assert "other traffic of 1 Gbit/s from a to b" in what_if.describe()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_traffic_that_makes_no_sense(text: str) -> None:
 
 
 def test_traffic_of_hosts_that_are_not_there() -> None:
-    with pytest.raises(UserError, match="--what-if traffic: there is no such host; got 'x'"):
+    with pytest.raises(UserError, match="--what-if traffic: unknown host; got 'x'"):
         WhatIf.parse(["traffic:a:x=1gbit"]).apply(TWO)
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.models import layered_model
 
 from headway.model import ModelSpec, ParameterSpec
-from headway.scheduling.buckets import forward_gather_order, group_by_size, make_buckets, whole
+from headway.scheduling.buckets import forward_gather_order, group_by_size, make_buckets, whole_parameter
 
 specs = st.lists(
     st.tuples(st.integers(0, 5000), st.sampled_from(["float32", "float64"])), min_size=1, max_size=30
@@ -36,7 +36,9 @@ def test_gathers_follow_the_first_use_in_forward() -> None:
         ["layer2.bias"],
         ["layer0.weight"],
     ]
-    buckets = make_buckets([[whole(model.by_name[name]) for name in group] for group in groups], model)
+    buckets = make_buckets(
+        [[whole_parameter(model.by_name[name]) for name in group] for group in groups], model
+    )
     assert forward_gather_order(model, buckets) == (3, 0, 1, 2)
 
 

@@ -12,7 +12,7 @@ from headway.errors import PlanError
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling import fusion
-from headway.scheduling.buckets import BucketSchedule, joined, make_buckets, whole
+from headway.scheduling.buckets import BucketSchedule, joined, make_buckets, whole_parameter
 from headway.scheduling.fusion import Groups, cut, fill, size_bytes
 
 MIB = 2**20
@@ -44,7 +44,7 @@ def partitioned(model: ModelSpec, cap_bytes: int, limit_bytes: int) -> Groups:
 
 
 def each_alone(model: ModelSpec) -> Groups:
-    return [[whole(parameter)] for parameter in model.ready_parameters()]
+    return [[whole_parameter(parameter)] for parameter in model.ready_parameters()]
 
 
 def done_ns(
@@ -78,7 +78,9 @@ def test_no_other_groups_are_done_before_the_earliest(sizes: list[int], gap_ns: 
     for count in range(len(sizes)):
         for cuts in itertools.combinations(range(1, len(sizes)), count):
             bounds = (0, *cuts, len(sizes))
-            groups = [[whole(each) for each in parameters[a:b]] for a, b in itertools.pairwise(bounds)]
+            groups = [
+                [whole_parameter(each) for each in parameters[a:b]] for a, b in itertools.pairwise(bounds)
+            ]
             assert found_ns <= done_ns(groups, model, ready_ns, time_ns) + 1e-6
 
 
@@ -148,7 +150,7 @@ def brute_force_mg_wfbp(model: ModelSpec, alpha: float, beta: float) -> Groups:
             groups[index : index + 2] = [groups[index] + groups[index + 1]]
         else:
             index += 1
-    return [[whole(p) for p in group] for group in groups]
+    return [[whole_parameter(p) for p in group] for group in groups]
 
 
 @settings(deadline=None)
@@ -194,7 +196,7 @@ def test_cut_parameters_draw_no_others_into_their_unit(model: ModelSpec, cap_byt
             part.parameter
             for index in unit
             for part in groups[index]
-            if part != whole(model.by_name[part.parameter])
+            if part != whole_parameter(model.by_name[part.parameter])
         }
         assert len(cut_names) == (len(unit) > 1)
 
@@ -223,5 +225,5 @@ def test_what_stock_ddp_cannot_do_is_refused() -> None:
         fusion.bucket_caps_mb(each_alone(model)[::-1], model)
     other = ParameterSpec(name="x", shape=(3,), dtype="float64", module="x")
     mixed = ModelSpec(parameters=(*model.parameters, other))
-    with pytest.raises(PlanError, match="each dtype"):
+    with pytest.raises(PlanError, match="per dtype"):
         fusion.bucket_caps_mb(each_alone(mixed), mixed)

@@ -78,6 +78,6 @@ def graph_of(operations: list[DrawnOperation], resources: Resources | None = Non
     for one in operations:
         builder.operation(
             one.duration_ns, after=one.after, latency_ns=one.latency_ns, sender=one.sender, receiver=one.receiver,
-            queue=one.queue, asked=one.asked,
+            queue=one.queue, demand=one.asked,
         )  # fmt: skip
     return builder.close()

@@ -80,7 +80,7 @@ class _Sharing:
         self._resources = [tuple(side for side in pair if side >= 0) for pair in sides]
         self._key = graph.queue.tolist()
         self._queues: dict[int, deque[int]] = {}  # the first of each is in flight
-        self._asked = graph.routes.asked[graph.narrow[:, ROUTE]].tolist()
+        self._asked = graph.routes.demand[graph.narrow[:, ROUTE]].tolist()
         self._changes = graph.resources.changes.tolist()
         self._burst_ns = graph.resources.burst_ns.tolist()
         self._saved_ns = graph.resources.burst_ns.tolist()

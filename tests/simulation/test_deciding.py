@@ -38,7 +38,7 @@ def add(
     for one in operations:
         builder.operation(
             one.duration_ns, after=[*(base + before for before in one.after), *more], latency_ns=one.latency_ns,
-            sender=one.sender, receiver=one.receiver, queue=one.queue, asked=one.asked,
+            sender=one.sender, receiver=one.receiver, queue=one.queue, demand=one.asked,
         )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_open_decisions_are_named() -> None:
             return ()
 
     with pytest.raises(
-        DeadlockError, match="2 operations wait for ever: open decisions 1 since 25 ns"
+        DeadlockError, match="2 operations wait forever: open decisions 1 since 25 ns"
     ) as deadlock:
         play_deciding(builder, Nobody())
     assert deadlock.value.undecided == {open_one: 25}
@@ -147,7 +147,7 @@ def test_open_decisions_are_named() -> None:
 def test_decisions_need_somebody_to_take_them() -> None:
     builder = OperationGraphBuilder()
     builder.decision()
-    with pytest.raises(ValueError, match="nobody is there to take them"):
+    with pytest.raises(ValueError, match="has decisions but no decider"):
         play(builder.close())
 
 

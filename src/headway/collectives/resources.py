@@ -219,7 +219,7 @@ class ClusterResources:
         asked = min(1.0, max(wire_gbps, of_links * link_gbps, 1e-6) / self._most_gbps)
         following = [*hosts.tolist()[1:], int(hosts[0])]
         routes = [
-            self.routes.number(2 * here, 2 * (there % self._hosts) + 1, queue=connection, asked=asked)
+            self.routes.number(2 * here, 2 * (there % self._hosts) + 1, queue=connection, demand=asked)
             for here, there in zip(hosts.tolist(), following, strict=True)
             if here < self._hosts
         ]
@@ -271,7 +271,7 @@ class ClusterResources:
         latency_ns = round((self.cluster.latency_us + cost.at(size_bytes).message_us) * 1e3)
         asked = gbps / self._most_gbps
         return duration_ns, self.routes.number(
-            side, NO_RESOURCE, queue=queue, latency_ns=latency_ns, asked=asked
+            side, NO_RESOURCE, queue=queue, latency_ns=latency_ns, demand=asked
         )
 
     def within(self, kind: str, size_bytes: int, ranks: Sequence[int], connection: int) -> tuple[int, int]:
@@ -312,7 +312,7 @@ class ClusterResources:
             2 * (target % hosts) + 1,
             queue=queue,
             latency_ns=latency_ns,
-            asked=rate_gbps / self._most_gbps,
+            demand=rate_gbps / self._most_gbps,
         )
 
 

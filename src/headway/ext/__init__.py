@@ -55,7 +55,8 @@ from headway.passes.measured import MeasuredModules, MeasuredPass
 from headway.permission import ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS, Permission
 from headway.planning.bound import StepBound, bound_of
 from headway.plugins import API_VERSION
-from headway.scheduling.buckets import Bucket, BucketReadiness, BucketSchedule, make_buckets, whole
+from headway.scheduling.buckets import Bucket, BucketReadiness, BucketSchedule, make_buckets
+from headway.scheduling.buckets import whole_parameter as whole
 from headway.scheduling.schedule import HorizonSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

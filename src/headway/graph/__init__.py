@@ -1,1 +1,1 @@
-"""The dataflow graph of a step over all workers."""
+"""Builds the dataflow graph of a job's steps over all ranks: recorded timelines, laid out as a strategy has them."""

@@ -1,4 +1,4 @@
-"""Building the global graph: computation of all ranks, and the collectives that they ask and wait for."""
+"""Builds the graph of all ranks: their computation, and the collectives and messages that they launch and wait for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headway.simulation.building import OperationGraph, OperationGraphBuilder
 
 @dataclass(slots=True)
 class Communication:
-    """What ``members`` do together: each has one begin and one end (operations), in the members' order."""
+    """A collective or message of ``members``, with one begin and one end operation per member, in their order."""
 
     name: str
-    step: int  # of the member that asked first
+    step: int  # of the member that launched first
     size_bytes: int
     members: Sequence[int]
     begins: list[int]
@@ -31,20 +31,20 @@ class Communication:
     asked_by: set[int] = field(default_factory=set, init=False)
 
     def begin_of(self, rank: int) -> int:
-        """The begin of a member. Raises ValueError where it is none."""
+        """The begin of a member. Raises ValueError if ``rank`` is not a member."""
         return self.begins[self.members.index(rank)]
 
     def end_of(self, rank: int) -> int:
-        """The end of a member. Raises ValueError where it is none."""
+        """The end of a member. Raises ValueError if ``rank`` is not a member."""
         return self.ends[self.members.index(rank)]
 
     def check_asked(self) -> None:
-        """Raise UserError where a member has not asked for it: it would begin without that member."""
+        """Raise UserError if a member has not launched it: it would begin without that member."""
         if missing := [rank for rank in self.members if rank not in self.asked_by]:
             raise UserError(
-                "ranks take part in different collectives, which cannot be replayed",
-                got=f"{self.name} of step {self.step}, members {list(self.members)}: ranks {missing} never ask for it",
-                fix="Record steps in which all ranks do the same.",
+                "cannot replay: ranks take part in different collectives",
+                got=f"{self.name} of step {self.step}, members {list(self.members)}: ranks {missing} never call it",
+                fix="Record steps in which all ranks call the same collectives.",
             )
 
 
@@ -54,13 +54,13 @@ class PlacedCollective(Communication):
 
     selection: Selection
     bucket: int
-    group: tuple[int, ...]  # where it is of some ranks: all of these, of which the members are played
+    group: tuple[int, ...]  # if not of all ranks: its ranks, of which ``members`` are simulated
     base: int = -1  # its first operation, once it is expanded
 
 
 @dataclass(slots=True)
 class PlacedTransfer(Communication):
-    """A message from one rank, the first member, to another, the second."""
+    """A message from the first member to the second."""
 
     operation: int
 
@@ -73,7 +73,7 @@ UPDATE, CODEC = "update", "codec"
 
 @dataclass(slots=True)
 class RankCursor:
-    """How far one rank is laid out: ``tail`` is the last operation of its main thread."""
+    """The position of one rank while it is laid out; ``tail`` is the last operation of its main thread."""
 
     rank: int
     step: int = 0
@@ -85,7 +85,7 @@ class RankCursor:
 
 @dataclass(slots=True)
 class ComputeSpan:
-    """What an operation of a main thread stands for. ``waited_for`` are the collectives it waited for."""
+    """What an operation of a main thread computes. ``waited_for`` are the collectives that it waited for."""
 
     rank: int
     step: int
@@ -98,9 +98,9 @@ class ComputeSpan:
 
 @dataclass(slots=True)
 class Work:
-    """Computation off a rank's main thread: the update of its share of a bucket, or what a codec does to a bucket.
+    """Computation off a rank's main thread: the update of its part of a bucket, or a codec's work on a bucket.
 
-    ``slowdown`` is how much longer the main thread computes meanwhile.
+    ``slowdown`` is the relative slowdown of the main thread in the meantime.
     """
 
     rank: int
@@ -111,18 +111,17 @@ class Work:
     slowdown: float = 0.0
 
 
-READY_BYTES = 64  # about what Gloo says that a receiver is ready with
-# From what a rank waited for to its word about the next receive: a thread wakes and posts it. What has come with the
-# former, such as a word that lets a message go the other way, is first.
+READY_BYTES = 64  # about the size of Gloo's message that a receiver is ready
+# A thread needs this long to wake up and post the next receive after what it waited for. Anything triggered by that
+# arrival, such as a message the other way, goes first.
 POSTING_NS = 100_000
 
 
 class GraphBuilder(Generic[S]):
-    """The graph under construction, as strategies see it.
+    """The graph under construction, to which strategies add computation, collectives and messages.
 
-    It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them. The
-    ``resources`` are those of ``cluster`` that another graph was built on, folded alike, and know what that has laid
-    out.
+    It simulates ``ranks`` of the ``world_size`` ranks: all, or the first ``folded`` ones, which stand for all.
+    ``resources`` may be those of an earlier graph on the same cluster with the same folding; they cache its layouts.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class GraphBuilder(Generic[S]):
         resources: ClusterResources | None = None,
     ) -> None:
         self.cluster = cluster
-        # By how much collectives in flight slow parts of a step down, where that is not the cluster's own slowdown.
+        # Slowdown of parts of a step while collectives are in flight, if it differs from the cluster's.
         self.slowdowns: Mapping[str, float] = {}
         self.schedule = schedule
         self.world_size = cluster.world_size
@@ -149,11 +148,11 @@ class GraphBuilder(Generic[S]):
 
     @property
     def hosts(self) -> Hosts:
-        """Which of its ranks share a host."""
+        """Which ranks share a host."""
         return Hosts.of_cluster(self.cluster)
 
     def compute(self, cursor: RankCursor, part: str, duration_ns: int, bucket: int = -1) -> None:
-        """Add computation to a main thread, after what it has to wait for."""
+        """Add computation to a main thread, after everything that it has to wait for."""
         after = [cursor.tail] if cursor.tail >= 0 else []
         waits = tuple(cursor.pending)
         after += [self.communications[number].end_of(cursor.rank) for number in waits]
@@ -167,13 +166,13 @@ class GraphBuilder(Generic[S]):
         cursor.wait_name = ""
 
     def wait(self, cursor: RankCursor, name: str, communication: int) -> None:
-        """Have the main thread's next computation wait for a collective or transfer that it is a member of."""
+        """Make the main thread's next computation wait for a collective or transfer of which it is a member."""
         if communication not in cursor.pending:
             cursor.pending.append(communication)
         cursor.wait_name = name
 
     def wait_for_work(self, cursor: RankCursor, operation: int) -> None:
-        """Have the main thread's next computation wait for what ``work`` has added, too."""
+        """Make the main thread's next computation also wait for an operation from ``work``."""
         cursor.pending_work.append(operation)
 
     def work(
@@ -187,7 +186,7 @@ class GraphBuilder(Generic[S]):
         kind: str = UPDATE,
         slowdown: float = 0.0,
     ) -> int:
-        """Add computation off the main thread, of ``bucket``; returns its operation.
+        """Add computation for ``bucket`` off the main thread; returns its operation.
 
         It begins after everything on this rank's main thread so far, after the collectives ``after`` and after the
         operations ``after_work``. The main thread takes longer by ``slowdown`` meanwhile.
@@ -212,19 +211,19 @@ class GraphBuilder(Generic[S]):
         after_work: Sequence[int] = (),
         members: Sequence[int] | None = None,
     ) -> int:
-        """Have this rank ask for a collective of ``size_bytes``. Returns its number.
+        """Launch a collective of ``size_bytes`` on this rank. Returns its number.
 
-        It is one of all ranks, matched over them by (name, bucket, step, key); or of ``members``, distinct ranks with
-        this one among them, matched by (name, bucket, members, key): so members may be in different steps, and the
-        same members use a key once. Of folded members those that are played ask. On this rank it begins after
-        everything on its main thread so far, after the collectives and transfers ``after`` and after the operations
-        ``after_work``. ``selection`` is one for as many ranks as there are members (``selection_of``). Collectives of
-        different channels have connections of their own. Every member has to ask: before the graph is closed, or within
-        the same decision; ``close`` raises ValueError otherwise.
+        A collective of all ranks is matched by (name, bucket, step, key). One of ``members`` (distinct ranks that
+        include this one) is matched by (name, bucket, members, key), so members may be in different steps and must use
+        a key only once. If members are folded, only simulated ones launch it. On this rank it begins after everything
+        on the main thread so far, after the collectives and transfers ``after`` and the operations ``after_work``.
+        ``selection`` must be for that number of members (``selection_of``). Channels have separate connections. Every
+        member must launch it before the graph is closed, or within the same decision; ``close`` raises UserError
+        otherwise.
         """
         partial = members is not None
-        whole: Sequence[int] = range(self.world_size) if members is None else tuple(members)
-        ranks = whole[: self._resources.played(whole)] if partial else range(self.ranks)
+        group: Sequence[int] = range(self.world_size) if members is None else tuple(members)
+        ranks = group[: self._resources.played(group)] if partial else range(self.ranks)
         assert not partial or len(set(ranks)) == len(ranks), "members are distinct"
         assert cursor.rank in ranks, "a member asks"
         place = (name, bucket, ranks if partial else cursor.step, key)
@@ -243,7 +242,7 @@ class GraphBuilder(Generic[S]):
                     channel,
                     selection,
                     bucket,
-                    tuple(whole) if partial else (),
+                    tuple(group) if partial else (),
                 )
             )
         self._ask(cursor, number, after, after_work)
@@ -262,17 +261,16 @@ class GraphBuilder(Generic[S]):
         after: Sequence[int] = (),
         after_work: Sequence[int] = (),
     ) -> int:
-        """Have this rank, the sender or the receiver, ask for a message of ``size_bytes``. Returns its number.
+        """Post a message of ``size_bytes`` on this rank, its sender or receiver. Returns its number.
 
-        Both sides are matched by (sender, receiver, key, name), so that a pair uses a key once. The message leaves
-        when both have come to it, the receiver as one who posts a receive, and ends on both when it has arrived: it
-        takes the latency and the rate of what is between them, and shares links as messages of collectives do.
-        Messages of a pair on one channel follow each other. Under Gloo the receiver first sends word that it is ready,
-        which follows what it is sending the other way. When a side begins is said as for ``launch``. Both sides
-        have to ask: before the graph is closed, or within the same decision; ``close`` raises ValueError otherwise.
-        Ranks that are not played, as others stand for them, send nothing.
+        Both sides are matched by (sender, receiver, key, name); a pair uses a key only once. The message leaves when
+        both sides have posted it, and ends on both when it arrives. It has the latency and rate of its path, and shares
+        links as messages of collectives do. Messages of a pair on one channel follow each other. With Gloo, the
+        receiver first sends a ready message, which queues behind what it is sending the other way. ``after`` and
+        ``after_work`` are as for ``launch``. Both sides must post it before the graph is closed, or within the same
+        decision; ``close`` raises UserError otherwise. Ranks that are not simulated send nothing.
         """
-        assert max(sender, receiver) < self.ranks, "messages are between ranks that are played"
+        assert max(sender, receiver) < self.ranks, "messages are between simulated ranks"
         assert sender != receiver, "a message goes to another rank"
         assert cursor.rank in (sender, receiver), "the sender or the receiver asks"
         place = (name, sender, receiver, key, PlacedTransfer)
@@ -295,7 +293,7 @@ class GraphBuilder(Generic[S]):
         return number
 
     def _ready(self, begins: list[int], sender: int, receiver: int, channel: int) -> list[int]:
-        """What a message leaves after, whose two sides begin at ``begins``."""
+        """The operations after which a message leaves, if its two sides begin at ``begins``."""
         if self.cluster.library != GLOO:
             return begins
         sender_begins, receiver_begins = begins
@@ -304,7 +302,7 @@ class GraphBuilder(Generic[S]):
         return [sender_begins, self._operations.routed(*word, [posted])]
 
     def selection_of(self, kind: str, size_bytes: int, members: Sequence[int] | None = None) -> Selection:
-        """The library's own ``kind`` of a tensor of ``size_bytes`` over all ranks, or over ``members``."""
+        """The library's own algorithm for a collective ``kind`` of ``size_bytes`` over all ranks, or over ``members``."""
         count = self.world_size if members is None else len(members)
         return native(kind, size_bytes, count, self.cluster.library)
 
@@ -330,12 +328,12 @@ class GraphBuilder(Generic[S]):
 
     @property
     def common_steps(self) -> list[int]:
-        """The positions of the steps that every rank comes to the end of, in order."""
+        """The positions of the steps that every rank finishes, in order."""
         return [step for step in sorted(self.boundaries) if min(self.boundaries[step]) >= 0]
 
     @property
     def collectives(self) -> list[PlacedCollective]:
-        """The collectives, in the order in which they were asked for first."""
+        """The collectives, in the order of their first launch."""
         return [
             communication
             for communication in self.communications
@@ -344,19 +342,19 @@ class GraphBuilder(Generic[S]):
 
     @property
     def operations(self) -> OperationGraphBuilder:
-        """The operations that the graph is made of, and of what is added while it is played."""
+        """The operations of the graph, including those added while it is played."""
         return self._operations
 
     def close(self) -> OperationGraph:
         """Expand every collective into its transfers and close the graph.
 
-        Raises ValueError where a collective or transfer was not asked for by all of its members.
+        Raises UserError if a member of a collective or transfer has not launched it.
         """
         self.expand()
         return self._operations.close()
 
     def expand(self) -> None:
-        """Expand the collectives that are not yet into their transfers. Raises as ``close`` does."""
+        """Expand new collectives into their transfers. Raises as ``close`` does."""
         for communication in self.communications[self._expanded :]:
             communication.check_asked()
             if isinstance(communication, PlacedCollective):
@@ -404,20 +402,19 @@ class GraphBuilder(Generic[S]):
 
 
 class GroupGraph(GraphBuilder[S]):
-    """A view of the ``whole`` graph in which ``members`` are all ranks there are, under a ``schedule`` of their own.
+    """A view of the ``parent`` graph in which ``members`` are all ranks, under their own ``schedule``.
 
-    Everything is laid out in ``whole``, which alone may be closed or played. Cursors have the ranks of ``whole``, and
-    each collective is one of the members. Of several views with the same members this is the one of ``number`` (below
-    ``views``), whose collectives are its own.
+    Everything is laid out in ``parent``; only that may be closed or played. Cursors use the ranks of ``parent``.
+    ``number`` (below ``views``) tells apart the collectives of several views with the same members.
     """
 
     def __init__(
-        self, whole: GraphBuilder[Any], schedule: S, members: Sequence[int], number: int = 0, views: int = 1
+        self, parent: GraphBuilder[Any], schedule: S, members: Sequence[int], number: int = 0, views: int = 1
     ) -> None:
-        vars(self).update(vars(whole))  # all that is laid out is shared
+        vars(self).update(vars(parent))  # all that is laid out is shared
         self.schedule = schedule
         self.world_size = len(members)
-        self._whole = whole
+        self._parent = parent
         self._members = tuple(members)
         self._number, self._views = number, views
 
@@ -441,8 +438,8 @@ class GroupGraph(GraphBuilder[S]):
         after_work: Sequence[int] = (),
         members: Sequence[int] | None = None,
     ) -> int:
-        """As of the whole graph, with the members for all ranks: they use a key once."""
-        return self._whole.launch(
+        """As in ``parent``, with the members in place of all ranks; they use a key only once."""
+        return self._parent.launch(
             cursor, name, key * self._views + self._number, size_bytes, bucket=bucket, selection=selection,
             channel=channel, after=after, after_work=after_work,
             members=self._members if members is None else members,

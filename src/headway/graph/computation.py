@@ -1,4 +1,8 @@
-"""What the ranks of a job compute: timelines of the ranks that are known, and by how much others differ."""
+"""Describes what ranks compute, without communication: timelines of recorded ranks, and factors for changes.
+
+A timeline is one rank's step without any wait for communication: stretches of computation, and between them the points
+at which a strategy acts. It stays the same under another communication plan, so replay lays a strategy over it again.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,9 @@ from typing import NamedTuple
 
 from headway.errors import UserError
 
-# Timelines: what one rank's main thread does in a step once every wait for communication is taken out.
-#
-# A timeline is what stays when the communication plan changes: stretches of computation, and between them the
-# points at which a strategy acts. Replay lays a strategy over it again.
-
 
 class Part:
-    """What a stretch of computation is part of."""
+    """The kinds of stretches of computation."""
 
     INPUT = "input"
     FORWARD = "forward"
@@ -29,7 +28,7 @@ class Part:
 
 
 class Point:
-    """Where a strategy acts."""
+    """The kinds of points at which a strategy acts."""
 
     USE = "use"  # forward is about to need the parameters of the module ``name``
     READY = "ready"  # the gradient of the parameter ``name`` is complete on this rank
@@ -37,12 +36,12 @@ class Point:
     BACKWARD_END = "backward_end"  # the computation of a backward that synchronises is done
     BLOCKING = "blocking"  # a collective that the main thread waits for, not of gradients
     STEP = "step"  # the optimizer is about to step
-    MESSAGE = "message"  # a message of a pipeline is about to be sent, or its receive posted
-    ARRIVED = "arrived"  # the rank has waited for the end of such a message
+    MESSAGE = "message"  # a pipeline's message is about to be sent, or its receive posted
+    ARRIVED = "arrived"  # the rank has waited for such a message
 
 
 class MessageEnd(NamedTuple):
-    """One end of a message: who is at the other one, and which it is of those of its group to that rank."""
+    """One end of a message: the peer, and the message's sequence number in the group to or from that peer."""
 
     sends: bool
     peer: int
@@ -53,8 +52,8 @@ class MessageEnd(NamedTuple):
 class Item(NamedTuple):
     """A stretch of computation (``duration_ns`` of part ``kind``) or a point (of no duration).
 
-    A read lasts as long as one rank needs for all that it reads, and may last no time. ``stage`` and ``micro_batch``
-    say of what it is computed: of the only stage, and of the whole batch (-1), where the job has no pipeline.
+    A read takes the time that one rank needs for everything that it reads, possibly none. Without a pipeline ``stage``
+    is 0 and ``micro_batch`` is -1, the whole batch.
     """
 
     kind: str
@@ -73,8 +72,8 @@ class Item(NamedTuple):
 class Timeline:
     """One rank's step without its waits, in order.
 
-    ``background_ns`` is the optimizer's work that ranks shared and did off their main threads, over all of them,
-    without what every bucket's update costs by itself; None where they did it on their main threads.
+    ``background_ns`` is the total optimizer work of all ranks that share it off their main threads, without the
+    overhead per bucket; None if the optimizer runs on the main threads.
     """
 
     rank: int
@@ -84,16 +83,16 @@ class Timeline:
 
     @property
     def optimizer_ns(self) -> int:
-        """What the optimizer's whole update of all parameters takes one rank.
+        """The time that an update of all parameters takes one rank.
 
-        Where ranks shared it off their main threads, these only asked for it and took over its results.
+        If ranks share it off their main threads, those only start it and take over the results.
         """
         if self.background_ns is not None:
             return self.background_ns
         return sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER)
 
     def scaled(self, compute: float) -> Timeline:
-        """The same step with computation taking ``compute`` times as long; input waits stay."""
+        """The same step with computation times multiplied by ``compute``; input waits stay."""
         items = tuple(
             item if item.kind == Part.INPUT else item._replace(duration_ns=round(item.duration_ns * compute))
             for item in self.items
@@ -102,7 +101,7 @@ class Timeline:
         return Timeline(self.rank, self.step, items, background_ns)
 
     def undisturbed(self, slowdown: float) -> Timeline:
-        """The same step as if no communication had slowed its computation down, by ``slowdown`` while in flight."""
+        """The same step without the slowdown by communication in flight, a relative ``slowdown`` while it overlaps."""
         items = tuple(
             item._replace(duration_ns=round(item.duration_ns / (1 + slowdown * item.overlap)))
             if item.overlap
@@ -117,13 +116,12 @@ RankTimelines = Mapping[int, tuple[Timeline, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """The steps that ranks compute, without any communication.
+    """The steps that ranks compute, without communication.
 
-    ``timelines[rank][position]`` are the steps of the ranks that are known; the others do what these do. ``factor``
-    multiplies the time that computation takes, ``rank_factors`` that of single ranks besides. The first step is played
-    ``warm_up_steps`` times before those that count, so that what a strategy carries over from step to step is in
-    flight. ``with_factors`` gives the timelines again where what has a name that a pattern matches takes so many times
-    as long; it is None where names are not known.
+    ``timelines[rank][position]`` are the steps of recorded ranks; further ranks repeat them. ``factor`` multiplies all
+    computation times, ``rank_factors`` additionally those of single ranks. The first step is played ``warm_up_steps``
+    times before the steps that count, so that work carried over between steps is in flight. ``with_factors`` rebuilds
+    the timelines with factors for names that match patterns; None if names are unknown.
     """
 
     timelines: RankTimelines
@@ -133,7 +131,7 @@ class Computation:
     with_factors: Callable[[Mapping[str, float]], RankTimelines] | None = None
 
     def scaled(self, factor: float, rank_factors: Mapping[int, float]) -> Computation:
-        """The same with computation taking ``factor`` times as long, on single ranks ``rank_factors`` times that."""
+        """The same with computation times multiplied by ``factor``, and by ``rank_factors`` on single ranks."""
         ranks = {
             rank: self.rank_factors.get(rank, 1.0) * rank_factors.get(rank, 1.0)
             for rank in {*self.rank_factors, *rank_factors}
@@ -141,13 +139,13 @@ class Computation:
         return replace(self, factor=self.factor * factor, rank_factors=ranks)
 
     def kernels_scaled(self, factors: Mapping[str, float]) -> Computation:
-        """The same with what a pattern of ``factors`` matches by name taking so many times as long.
+        """The same with the times of names that match the patterns multiplied by ``factors``.
 
-        Raises UserError where nothing has names, TraceError for a pattern that nothing matches.
+        Raises UserError if names are unknown, TraceError for a pattern that matches nothing.
         """
         if self.with_factors is None:
             raise UserError(
-                "times of single kernels are known only from a recording", got=", ".join(factors),
+                "scaling single kernels needs a recording", got=", ".join(factors),
                 expected="a recording", fix="Record with headway record --detail operators.",
             )  # fmt: skip
         again = self.with_factors
@@ -158,10 +156,7 @@ class Computation:
         return replace(self, timelines=again(factors), with_factors=with_both)
 
     def in_periods_of(self, steps: int) -> Computation:
-        """The same where ranks do something else in each of so many steps: steps repeat until there are whole periods.
-
-        Whole periods are played before those that count, too.
-        """
+        """The same for strategies with a period of ``steps``: repeats steps to fill whole periods, warm-up included."""
         if steps == 1:
             return self
         longest = max(map(len, self.timelines.values()))
@@ -171,13 +166,13 @@ class Computation:
 
     @cached_property
     def has_groups(self) -> bool:
-        """Whether ranks wait for collectives of some ranks only."""
+        """Whether any blocking collective has only some ranks."""
         return any(
-            item.members for timeline in self.timelines.values() for each in timeline for item in each.items
+            item.members for timeline in self.timelines.values() for step in timeline for item in step.items
         )
 
     def factor_of(self, rank: int) -> float:
-        """How many times as long computation takes on ``rank`` as its timelines say."""
+        """The factor on the computation times of ``rank``."""
         return self.factor * self.rank_factors.get(rank, 1.0)
 
 
@@ -186,10 +181,9 @@ COMPUTED = frozenset(value for name, value in vars(Part).items() if name.isupper
 
 @dataclass(frozen=True, slots=True)
 class ComputeBlock:
-    """Computation of one kind (``Part``) of one micro-batch through one stage.
+    """Computation of one kind (``Part``) for one micro-batch in one stage.
 
-    ``items`` are the stretches and points that it is made of, in their order; ``micro_batch`` is -1 for the whole
-    batch.
+    ``items`` are its stretches and points in order; ``micro_batch`` is -1 for the whole batch.
     """
 
     stage: int
@@ -199,34 +193,33 @@ class ComputeBlock:
 
     @property
     def duration_ns(self) -> int:
-        """What it takes by itself."""
+        """Its time without waits."""
         return sum(item.duration_ns for item in self.items)
 
     def scaled(self, factor: float) -> ComputeBlock:
-        """The same computation in ``factor`` times the time, as of a micro-batch of another size."""
+        """The same with times multiplied by ``factor``, as for a micro-batch of another size."""
         items = tuple(item._replace(duration_ns=round(item.duration_ns * factor)) for item in self.items)
         return ComputeBlock(self.stage, self.kind, self.micro_batch, items)
 
     def of_micro_batch(self, micro_batch: int) -> ComputeBlock:
-        """The same computation of another micro-batch."""
+        """The same for another micro-batch."""
         items = tuple(item._replace(micro_batch=micro_batch) for item in self.items)
         return ComputeBlock(self.stage, self.kind, micro_batch, items)
 
 
 def blocks_of(timeline: Timeline) -> tuple[ComputeBlock, ...]:
-    """The blocks of a step, in its order: joined they are its items.
+    """The blocks of a step in order; together they contain all its items.
 
-    A point belongs to the block that it ends (a gradient is ready when it has been computed), but for a use, which
-    begins what comes after it.
+    A point belongs to the block before it (a gradient is ready once computed), except a use, which starts the next one.
     """
     return tuple(
-        ComputeBlock(stage, kind, micro_batch, tuple(item for _, item in own))
-        for (stage, kind, micro_batch), own in groupby(_with_keys(timeline), key=lambda pair: pair[0])
+        ComputeBlock(stage, kind, micro_batch, tuple(item for _, item in keyed_items))
+        for (stage, kind, micro_batch), keyed_items in groupby(_with_keys(timeline), key=lambda pair: pair[0])
     )
 
 
 def timeline_of(blocks: tuple[ComputeBlock, ...], like: Timeline) -> Timeline:
-    """The step of the same rank that computes ``blocks``, in their order."""
+    """A step of the same rank as ``like`` that computes ``blocks`` in order."""
     items = tuple(item for block in blocks for item in block.items)
     return Timeline(like.rank, like.step, items, like.background_ns)
 

@@ -1,4 +1,4 @@
-"""Steps that are decided about while they are played: ranks come to decisions, and a decider says what they do then."""
+"""Plays steps with decisions: ranks stop at decision points, and a decider lays out what they do next."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headway.graph.build import GraphBuilder, RankCursor
 from headway.simulation.deciding import NEVER_NS, DeadlockError, play_deciding
 from headway.simulation.engine import PlayedTimes
 
-NO_RANK = -1  # whom timers belong to
+NO_RANK = -1  # the rank of timers
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A point at which a rank stands still until it is answered, or one that a timer comes to (NO_RANK).
+    """A point at which a rank waits for an answer, or the end of a timer (NO_RANK).
 
-    It stands at ``operation`` and goes on behind ``resume``.
+    The rank waits at ``operation`` and continues after ``resume``.
     """
 
     rank: int
@@ -28,29 +28,28 @@ class Decision:
 
 
 class Decider(Protocol):
-    """Says what ranks do that have come to decisions: the driver of a pure policy in a simulation.
+    """Decides what ranks do at decision points: drives a pure policy in a simulation.
 
-    The policy itself (which workers average together next, whom to wait for) knows nothing of graphs: it is told who
-    has come when, and the same object is asked by the live service. This one asks it, and lays its answer out.
+    The policy (which workers average next, whom to wait for) knows nothing of graphs; the live service asks the same
+    object. The decider asks it and lays its answer out.
     """
 
-    def decide(self, now_ns: int, asked: Sequence[Decision]) -> None:
-        """Answer at the time ``now_ns``, when ``asked`` are reached: those of a moment together, in order of ranks.
+    def decide(self, now_ns: int, reached: Sequence[Decision]) -> None:
+        """Handle the decisions ``reached`` at ``now_ns``: all of that moment, in rank order, timers last.
 
-        Timers come last. Whatever else happens until ``now_ns`` has happened. With cursors that stand at decisions
-        (``Decisions.cursor_at``) it asks for collectives of subsets, transfers and computation in the graph, which
-        begin now at the earliest; with ``Decisions.answer`` it lets ranks go on, those of ``asked`` or of earlier
-        moments. What it does not answer stays open. It must answer the same to the same: no clock, no chance but from
-        a seed.
+        Everything else up to ``now_ns`` has happened. With cursors at decisions (``Decisions.cursor_at``) it may launch
+        collectives, transfers and computation, which begin now at the earliest; with ``Decisions.answer`` it lets ranks
+        continue, also those of earlier decisions. Unanswered decisions stay open. It must be deterministic: no clock,
+        and random numbers only from a seed.
         """
 
 
 class Decisions:
-    """The decisions of one graph, and its play.
+    """Adds decisions to a graph and plays it.
 
-    A graph may be laid out to its end before it is played, or grow: a decider may lay out the next step of a rank
-    when it answers, with the cursor that goes on behind the decision. Graphs with decisions have all ranks, are never
-    folded, and are played without slowing computation down; ``engine.play`` refuses them.
+    A graph may be complete before it is played, or grow: a decider may lay out a rank's next step with the cursor that
+    continues after the decision. Such graphs are never folded and ignore slowdown by communication; ``engine.play``
+    refuses them.
     """
 
     def __init__(self, graph: GraphBuilder[Any]) -> None:
@@ -60,23 +59,23 @@ class Decisions:
         self._answered: list[int] = []
 
     def ask(self, cursor: RankCursor, name: str = "") -> Decision:
-        """Have a rank stand still, after all that it has to wait for, until the decider answers.
+        """Stop a rank, after everything that it has to wait for, until the decider answers.
 
-        ``cursor`` goes on behind it.
+        ``cursor`` continues after the decision.
         """
         communications = self._graph.communications
         before = [cursor.tail] if cursor.tail >= 0 else []
         before += [communications[number].end_of(cursor.rank) for number in cursor.pending]
         cursor.pending.clear()
         cursor.wait_name = ""
-        made = self._add(cursor.rank, cursor.step, name, before)
-        cursor.tail = made.resume
-        return made
+        decision = self._add(cursor.rank, cursor.step, name, before)
+        cursor.tail = decision.resume
+        return decision
 
     def ask_in(self, delay_ns: int, name: str = "") -> Decision:
-        """Have the decider asked ``delay_ns`` (at least 1) from now: from time 0 where nothing is played yet.
+        """Set a timer: call the decider ``delay_ns`` (at least 1) from now, or from time 0 before playing.
 
-        It is asked even if all that it wanted to wait for has come by then. Timers need no answer.
+        It fires even if what it was set for has already happened. Timers need no answer.
         """
         assert delay_ns > 0, "a timer without a delay would let no time pass"
         return self._add(NO_RANK, -1, name, [self._graph.operations.operation(delay_ns)])
@@ -85,16 +84,16 @@ class Decisions:
         operations = self._graph.operations
         number = operations.decision(after)
         resume = operations.operation(after=[number]) if rank != NO_RANK else number
-        made = self._by_operation[number] = Decision(rank, step, name, number, resume)
-        return made
+        decision = self._by_operation[number] = Decision(rank, step, name, number, resume)
+        return decision
 
     def cursor_at(self, decision: Decision) -> RankCursor:
-        """A cursor that stands at a decision, for what its rank is to do before it goes on."""
+        """A cursor at a decision, to lay out what its rank does before it continues."""
         assert decision.rank != NO_RANK, "a timer does nothing"
         return RankCursor(decision.rank, decision.step, decision.operation)
 
     def answer(self, decision: Decision, cursor: RankCursor | None = None) -> None:
-        """End a decision now. Its rank goes on at once, or after all that ``cursor`` has done and is to wait for."""
+        """End a decision now. Its rank continues at once, or after the work and waits of ``cursor``."""
         assert decision.rank != NO_RANK, "timers need no answer"
         self._answered.append(decision.operation)
         if cursor is None:
@@ -107,12 +106,11 @@ class Decisions:
             edge(self._graph.communications[number].end_of(cursor.rank), decision.resume)
 
     def play(self, decider: Decider, until_ns: int = NEVER_NS) -> PlayedTimes:
-        """Play the graph and what ``decider`` adds to it.
+        """Play the graph and everything that ``decider`` adds to it.
 
-        From the first decision at or after ``until_ns`` on nothing more is played; what was not reached has the times
-        NEVER_NS. Raises DeadlockError, which names the ranks that nobody lets go on and since when they stand;
-        ValueError where a collective or transfer was not asked for by all of its members, within one decision;
-        OverflowError where times are out of range.
+        Stops at the first decision at or after ``until_ns``; operations that were not reached have the times NEVER_NS.
+        Raises DeadlockError, which names the waiting ranks and since when; UserError if a member of a collective or
+        transfer did not launch it within one decision; OverflowError if times are out of range.
         """
         self._graph.expand()
         try:
@@ -124,35 +122,37 @@ class Decisions:
     def _who_stands(self, deadlock: DeadlockError) -> str:
         standing = [(self._by_operation[number], since_ns) for number, since_ns in deadlock.undecided.items()]
         ranks = ", ".join(
-            f"rank {each.rank} since {since_ns} ns (step {each.step}{f', {each.name}' if each.name else ''})"
-            for each, since_ns in sorted(standing, key=lambda pair: pair[0].rank)
+            f"rank {d.rank} since {since_ns} ns (step {d.step}{f', {d.name}' if d.name else ''})"
+            for d, since_ns in sorted(standing, key=lambda pair: pair[0].rank)
         )
         return (
-            f"the decider lets nobody go on: {ranks}"
+            f"the decider lets no rank continue: {ranks}"
             if standing
             else "operations wait for each other: a cycle"
         )
 
     def reached(self, operations: Sequence[int]) -> list[Decision]:
-        """The decisions of these operations, by ranks, timers last."""
-        found = [self._by_operation[number] for number in operations]
-        return sorted(found, key=lambda each: (each.rank == NO_RANK, each.rank, each.operation))
+        """The decisions of these operations in rank order, timers last."""
+        decisions = [self._by_operation[number] for number in operations]
+        return sorted(
+            decisions, key=lambda decision: (decision.rank == NO_RANK, decision.rank, decision.operation)
+        )
 
     def take_answered(self) -> list[int]:
-        """What was answered since this was asked."""
+        """The operations answered since the last call."""
         answered, self._answered = self._answered, []
         return answered
 
 
 class _Driver:
-    """Asks a decider for the engine."""
+    """Calls a decider for the engine."""
 
     def __init__(self, decisions: Decisions, graph: GraphBuilder[Any], decider: Decider) -> None:
         self._decisions, self._graph, self._decider = decisions, graph, decider
 
-    def decide(self, now_ns: int, asked: Sequence[int]) -> list[int]:
-        reached = self._decisions.reached(asked)
+    def decide(self, now_ns: int, operations: Sequence[int]) -> list[int]:
+        reached = self._decisions.reached(operations)
         self._decider.decide(now_ns, reached)
         self._graph.expand()
-        timers = [each.operation for each in reached if each.rank == NO_RANK]
+        timers = [decision.operation for decision in reached if decision.rank == NO_RANK]
         return [*self._decisions.take_answered(), *timers]

@@ -1,4 +1,4 @@
-"""Communication, and what codecs compute, that slows computation down, because all work on the same cores."""
+"""Plays a graph with computation slowed down by communication and codecs that share its cores."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ ROUNDS = 4
 def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown: float) -> PlayedTimes:
     """Simulate ``dataflow``, stretching computation by ``slowdown`` while it overlaps its rank's collectives.
 
-    Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``, and all of them by the
-    slowdowns of works off the main thread while these are done. How long they overlap
-    depends on when operations run and the other way round, so both are found in a few rounds: a single one would give
-    other answers, as what comes later changes what came before. Graphs with decisions are refused (ValueError).
+    ``graph.slowdowns`` replaces ``slowdown`` for some parts; work off the main thread stretches all parts by its own
+    slowdown. Overlaps and times depend on each other, so both are computed in ROUNDS iterations. Raises ValueError for
+    graphs with decisions.
     """
     played = play(dataflow)
     slowdowns = np.array([graph.slowdowns.get(span.part, slowdown) for span in graph.spans])
@@ -48,7 +47,7 @@ def _overlaps(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
 
 
 def _slowed_by_works(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
-    """By how much works off the main thread stretch each computation of it."""
+    """The relative slowdown of each computation by work off the main thread."""
     total = np.zeros(len(graph.spans))
     starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     for slowdown in {work.slowdown for work in graph.works if work.slowdown}:
@@ -63,7 +62,7 @@ def _slowed_by_works(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarra
 def _shares_under(
     times: Sequence[Sequence[tuple[int, int]]], graph: GraphBuilder[Any], played: PlayedTimes
 ) -> np.ndarray:
-    """What share of each computation lies within ``times`` of its rank."""
+    """The fraction of each computation that lies within ``times`` of its rank."""
     of_rank = [Intervals(time_) for time_ in times]
     starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     return np.array(

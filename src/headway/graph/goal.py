@@ -1,7 +1,7 @@
-"""A graph in GOAL, the language of LogGOPSim and ATLAHS (Hoefler, Siebert, Lumsdaine, ICPP 2009), for other simulators.
+"""Writes a graph in GOAL, the language of LogGOPSim and ATLAHS (Hoefler, Siebert, Lumsdaine, ICPP 2009).
 
-A rank's operations are computations (``calc``, in ns), and messages that it sends and receives; each may require
-others of the same rank. What links cost is not in it: simulators have a model of their own for that.
+A rank's operations are computations (``calc``, in ns), sends and receives; each may require others of the same rank.
+GOAL contains no link costs: each simulator has its own network model.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from headway.simulation.building import DURATION, OperationGraph
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits
-# A processor does one thing at a time, so what may overlap has different ones: updates by bucket, and sending and
-# receiving by collective, APART of each. What collectives cost a rank's cores is one after the other. There may be 256.
+# A processor does one thing at a time, so overlapping work uses different ones: updates by bucket, sends and receives by
+# collective, APART of each. The CPU costs of collectives are sequential. GOAL allows 256 processors.
 APART = 80
 MAIN = 0
 COSTS = 1
 UPDATES = 2
 SENDING = UPDATES + APART
-# What receives for a collective is APART behind what sends for it.
+# The processor that receives for a collective is APART after the one that sends.
 
 
 class GoalWriter:
-    """Writes one graph whose ranks are all there; ``ranks`` says whose each of its operations is.
+    """Writes an unfolded graph; ``ranks[operation]`` is the rank of each operation.
 
-    Raises UserError for a graph that is too large to be read by anybody.
+    Raises UserError for a graph that is too large, or with transfers or collectives of groups.
     """
 
     def __init__(self, graph: GraphBuilder[Any], dataflow: OperationGraph) -> None:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
         if len(graph.collectives) < len(graph.communications) or any(c.group for c in graph.collectives):
             raise UserError(
-                "only collectives of all ranks can be written as GOAL", got="transfers, or collectives of groups",
+                "GOAL export supports only collectives of all ranks", got="transfers, or collectives of groups",
                 expected="a data-parallel strategy",
             )  # fmt: skip
         if len(dataflow) > MAX_OPERATIONS:
@@ -71,7 +71,7 @@ class GoalWriter:
         assert (self._processor >= 0).all(), "an operation of no processor"
 
     def _place(self, graph: GraphBuilder[Any], collective: PlacedCollective, tag: int, processor: int) -> int:
-        """Note whose the operations of a collective are, which are done by ``processor``; returns the next tag."""
+        """Assign the operations of a collective to ranks and ``processor``; returns the next free tag."""
         world_size = self._world_size
         ranks = np.arange(world_size)
         self.ranks[collective.begins] = self.ranks[collective.ends] = ranks
@@ -81,10 +81,10 @@ class GoalWriter:
         steps = len(columns.send_to)
         self.ranks[begins] = ranks
         duration_ns = self._dataflow.duration_ns
-        for own in (collective.begins, collective.ends, transfers):
-            self._processor[own] = processor
-        for own in (begins, dones):
-            self._processor[own] = np.where(duration_ns[own] > 0, COSTS, processor)
+        for operations in (collective.begins, collective.ends, transfers):
+            self._processor[operations] = processor
+        for operations in (begins, dones):
+            self._processor[operations] = np.where(duration_ns[operations] > 0, COSTS, processor)
         self.ranks[transfers] = self.ranks[dones] = np.repeat(ranks, steps)
         cost = collective.selection.cost(graph.cluster)
         self._to[transfers] = columns.send_to.T.ravel()
@@ -95,7 +95,7 @@ class GoalWriter:
         return tag + steps
 
     def write(self, path: Path) -> int:
-        """Write the file; returns how many operations it has, sends and receives each counted."""
+        """Write the file; returns its number of operations, counting sends and receives separately."""
         written = 0
         with files.file_written_whole(path) as file:
             file.write(f"num_ranks {self._world_size}\n".encode())
@@ -112,10 +112,10 @@ class GoalWriter:
             for after in self._dataflow.successors(before):
                 rank, edge = self._edge(before, after)
                 requires[rank].append(edge)
-        own = [np.flatnonzero(self.ranks == rank) for rank in range(self._world_size)]
+        rank_operations = [np.flatnonzero(self.ranks == rank) for rank in range(self._world_size)]
         incoming = [np.flatnonzero(self._to == rank) for rank in range(self._world_size)]
         for rank in range(self._world_size):
-            lines = [line for number in own[rank].tolist() for line in self._operation(number)]
+            lines = [line for number in rank_operations[rank].tolist() for line in self._operation(number)]
             lines += [self._receive(number) for number in incoming[rank].tolist()]
             count = len(lines)
             lines += [f"{after} requires {before}" for before, after in requires.pop(rank)]
@@ -134,7 +134,7 @@ class GoalWriter:
         yield f"o{number}: calc {left_ns} cpu {self._processor[number]}"
 
     def _parts(self, number: int) -> list[str]:
-        """What is longer than can be read is several, of which the last one has the name."""
+        """The labels of an operation: durations beyond the 32-bit limit are cut into several, the last with the name."""
         parts = int(self._dataflow.wide[number, DURATION]) // LONGEST_NS if self._to[number] < 0 else 0
         return [*(f"o{number}_{part}" for part in range(parts)), f"o{number}"]
 
@@ -145,7 +145,7 @@ class GoalWriter:
         )
 
     def _edge(self, before: int, after: int) -> tuple[int, tuple[str, str]]:
-        """Whose an edge is, and between what: a message is the sender's, and its receipt the receiver's."""
+        """The rank of an edge and its two labels: a send belongs to the sender, the receive to the receiver."""
         rank = int(self.ranks[after])
         if self._to[after] >= 0 and self.ranks[before] != rank:
             return int(self._to[after]), (f"o{before}", f"r{after}")  # the receive is posted

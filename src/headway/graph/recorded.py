@@ -1,4 +1,4 @@
-"""Recorded steps as timelines: every wait for communication taken out, and the points at which a strategy acts."""
+"""Turns recorded steps into timelines: removes waits for communication, and adds the points where strategies act."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headway.trace.events import SHARDED, Event, Events, Kind
 from headway.trace.format import Trace
 
 Points = Mapping[tuple[int, int], Sequence[tuple[int, Item]]]
-"""By rank and step: moments, and what happens then."""
+"""(rank, step) -> (time in ns, item): what happens when."""
 
 
 class RecordedMessage(NamedTuple):
-    """A message that both ranks have recorded, each an event of its own."""
+    """A message that both ranks recorded, as one event each."""
 
     sender: int
     sent: Event
@@ -30,24 +30,24 @@ class RecordedMessage(NamedTuple):
 
     @property
     def begin_ns(self) -> int:
-        """When both had asked for it."""
+        """When both ranks had posted it."""
         return max(self.sent.enqueue_ns, self.received.enqueue_ns)
 
 
 def pipeline_messages(trace: Trace) -> Points:
-    """The points of the messages between stages whose both ends were recorded, in the same step."""
-    found: dict[tuple[int, int], list[tuple[int, Item]]] = defaultdict(list)
+    """The points of messages between stages that both ranks recorded in the same step."""
+    points: dict[tuple[int, int], list[tuple[int, Item]]] = defaultdict(list)
     for message in both_ends(trace):
         for rank, row in ((message.sender, message.sent), (message.receiver, message.received)):
-            asked = _item(Point.MESSAGE, row)
-            found[rank, row.step].append((row.enqueue_ns, asked))
+            posted = _item(Point.MESSAGE, row)
+            points[rank, row.step].append((row.enqueue_ns, posted))
             if row.duration_ns:
-                found[rank, row.step].append((row.end_ns, asked._replace(kind=Point.ARRIVED)))
-    return found
+                points[rank, row.step].append((row.end_ns, posted._replace(kind=Point.ARRIVED)))
+    return points
 
 
 def both_ends(trace: Trace) -> Iterator[RecordedMessage]:
-    """The messages between stages whose sender and receiver have both recorded them."""
+    """The messages between stages that both sender and receiver recorded."""
     ends: dict[tuple[object, ...], list[tuple[int, Event]]] = defaultdict(list)
     for rank, events in trace.events.items():
         if (events.stage >= 0).any():
@@ -73,27 +73,29 @@ def _item(point: str, row: Event) -> Item:
 
 
 class RescaledKernels:
-    """How long stretches of one rank take where what matches patterns takes another time."""
+    """Rescales stretches of one rank, if operators or modules that match patterns take other times."""
 
     def __init__(self, events: Events, factors: Mapping[str, float]) -> None:
         spans = {pattern: _matched(events, pattern) for pattern in factors}
         self._found = {pattern for pattern, span in spans.items() if span}
-        self._matched = [(Intervals(own), factors[pattern]) for pattern, own in spans.items()]
+        self._matched = [
+            (Intervals(pattern_spans), factors[pattern]) for pattern, pattern_spans in spans.items()
+        ]
 
     def matches(self, pattern: str) -> bool:
-        """Whether anything was recorded under such a name."""
+        """Whether any recorded name matches."""
         return pattern in self._found
 
     def duration_ns(self, start_ns: int, end_ns: int) -> int:
-        """What the stretch from ``start_ns`` to ``end_ns`` would take."""
+        """The rescaled time of the stretch from ``start_ns`` to ``end_ns``."""
         taken = float(end_ns - start_ns)
-        for found, factor in self._matched:
-            taken *= 1 - found.share_of(start_ns, end_ns) * (1 - factor)
+        for matched, factor in self._matched:
+            taken *= 1 - matched.share_of(start_ns, end_ns) * (1 - factor)
         return round(taken)
 
 
 def _matched(events: Events, pattern: str) -> list[tuple[int, int]]:
-    """The spans of operators whose names match, or of modules where there are none."""
+    """The spans of operators whose names match, or else of modules."""
     for kinds in ((Kind.OPERATOR,), (Kind.FORWARD, Kind.BACKWARD)):
         spans = [
             (row.start_ns, row.end_ns) for row in events.of_kind(*kinds) if fnmatchcase(row.name, pattern)
@@ -108,15 +110,15 @@ def timelines_of(
 ) -> dict[int, tuple[Timeline, ...]]:
     """Every rank's recorded steps as timelines.
 
-    ``factors`` multiply the time of what was recorded under a name that a pattern matches: of operators and kernels, or
-    of modules where no operator has such a name. Raises TraceError for a pattern that nothing matches.
+    ``factors`` maps patterns to factors on the times of matching operators and kernels, or of modules if no operator
+    matches. Raises TraceError for a pattern that matches nothing.
     """
     rescaled = {rank: RescaledKernels(events, factors) for rank, events in trace.events.items()}
     for pattern in factors:
-        if not any(each.matches(pattern) for each in rescaled.values()):
+        if not any(kernels.matches(pattern) for kernels in rescaled.values()):
             raise TraceError(
-                "no recorded operator or module has a name that matches", got=repr(pattern),
-                fix="Record with --detail operators to have operators, with --detail kernels to have kernels.",
+                "the pattern matches no recorded operator or module", got=repr(pattern),
+                fix="Record operators with --detail operators, or kernels with --detail kernels.",
             )  # fmt: skip
     in_flight = collectives_in_flight(trace)
     alone = _asked_alone(trace)
@@ -146,7 +148,7 @@ def timelines_of(
 
 
 def collectives_in_flight(trace: Trace) -> dict[int, Intervals]:
-    """For each rank, when one of its collectives had been asked for by every rank and was not done."""
+    """For each rank, the intervals in which a collective was launched by every rank and not yet done."""
     arrived: dict[tuple[str, str, int], int] = {}
     for events in trace.events.values():
         for row in events.of_kind(Kind.COLLECTIVE):
@@ -162,39 +164,39 @@ def collectives_in_flight(trace: Trace) -> dict[int, Intervals]:
 
 
 def _asked_alone(trace: Trace) -> dict[tuple[int, int], frozenset[tuple[str, int]]]:
-    """The collectives, by name and beginning, that a rank waited for in a step and other ranks did not ask for.
+    """The blocking collectives (name, begin) that a rank waited for in a step but that other ranks did not launch.
 
-    A rank may have a group of its own, or one of some ranks: what it waits for there is its own time.
+    A rank may use a group of some ranks only: waiting there counts as its own time.
     """
-    asked: dict[tuple[int, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    collectives: dict[tuple[int, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for rank, events in trace.events.items():
         waits = {(row.name, row.start_ns) for row in events.of_kind(Kind.WAIT)}
         for row in events.of_kind(Kind.COLLECTIVE):
             if row.bucket < 0 and (row.name, row.enqueue_ns) in waits:
-                asked[row.step, row.name][rank].append(row)
+                collectives[row.step, row.name][rank].append(row)
     alone: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
-    for (step, name), of_rank in asked.items():
+    for (step, name), of_rank in collectives.items():
         if _as_often(trace, of_rank):
             for rank, rows in of_rank.items():
                 alone[rank, step] |= {
                     (name, row.enqueue_ns) for row in rows if not _asked_by_all(trace, row, of_rank)
                 }
             continue
-        whole = {
+        of_all_ranks = {
             rank: [row for row in rows if len(trace.members(row.group)) == trace.world_size]
             for rank, rows in of_rank.items()
         }
-        kept = whole if _as_often(trace, whole) else {}
+        kept = of_all_ranks if _as_often(trace, of_all_ranks) else {}
         for rank, rows in of_rank.items():
             together = kept.get(rank, ())
             alone[rank, step] |= {(name, row.enqueue_ns) for row in rows if row not in together}
-    return {key: frozenset(found) for key, found in alone.items()}
+    return {key: frozenset(keys) for key, keys in alone.items()}
 
 
-def _asked_by_all(trace: Trace, asked: Event, rows: Mapping[int, Sequence[Event]]) -> bool:
-    """Whether all members of a collective's group wait for as many of the group's collectives, and are recorded."""
-    members = trace.members(asked.group)
-    counts = {sum(row.group == asked.group for row in rows.get(rank, ())) for rank in members}
+def _asked_by_all(trace: Trace, collective: Event, rows: Mapping[int, Sequence[Event]]) -> bool:
+    """Whether all members of a collective's group are recorded and wait for the same number of its collectives."""
+    members = trace.members(collective.group)
+    counts = {sum(row.group == collective.group for row in rows.get(rank, ())) for rank in members}
     return len(counts) == 1 and (len(members) > 1 or trace.world_size == 1)
 
 
@@ -203,7 +205,7 @@ def _as_often(trace: Trace, rows: Mapping[int, Sequence[Event]]) -> bool:
 
 
 class _Share(NamedTuple):
-    """One rank's updates off its main thread: how many ranks shared them, what each costs whatever its size."""
+    """One rank's updates off its main thread: the number of ranks that share them, and the overhead of each."""
 
     ranks: int
     overhead_ns: float
@@ -265,11 +267,11 @@ def _timeline(
 def _points(
     rows: Sequence[Event], models: Sequence[ModelSpec], members: Mapping[str, tuple[int, ...]]
 ) -> list[_Cut]:
-    """Where a strategy acts; ``models`` has the model of each stage, ``members`` the groups of some ranks."""
+    """The points of a step; ``models`` has the model of each stage, ``members`` the groups that lack some ranks."""
     owners = {id(model): frozenset(model.forward_order) for model in models}
     synchronising = _synchronising(rows)
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
-    asked = {(r.name, r.enqueue_ns): r for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
+    blocking = {(r.name, r.enqueue_ns): r for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
     cuts = []
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners[id(_model_of(row, models))]:
@@ -278,24 +280,26 @@ def _points(
             cuts.append(_Cut(row.start_ns, 2, Item(Part.READ, row.name, parameters=_read(row, rows))))
         elif row.kind == Kind.OPTIMIZER:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
-        elif row.kind == Kind.WAIT and (one := asked.get((row.name, row.start_ns))) is not None:
-            group = members.get(one.group, ())
+        elif row.kind == Kind.WAIT and (event := blocking.get((row.name, row.start_ns))) is not None:
+            group = members.get(event.group, ())
             cuts.append(
-                _Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, one.size_bytes, members=group))
+                _Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, event.size_bytes, members=group))
             )
-    for one in synchronising:
-        model = _model_of(one, models)
+    for backward in synchronising:
+        model = _model_of(backward, models)
         ready = [
-            r for r in rows if r.kind == Kind.GRADIENT_READY and one.start_ns <= r.start_ns <= one.end_ns
+            r
+            for r in rows
+            if r.kind == Kind.GRADIENT_READY and backward.start_ns <= r.start_ns <= backward.end_ns
         ]
         if model.find_unused_parameters:
-            begins_ns = min((row.start_ns for row in ready), default=one.start_ns)
+            begins_ns = min((row.start_ns for row in ready), default=backward.start_ns)
             unused = [p.name for p in model.parameters if p.name not in {row.name for row in ready}]
-            label = _labelled(Point.UNUSED, one)
+            label = _labelled(Point.UNUSED, backward)
             cuts += [_Cut(begins_ns, 2, label._replace(name=name)) for name in unused]
         cuts += [_Cut(row.start_ns, 2, _labelled(Point.READY, row)) for row in ready]
-        ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
-        cuts.append(_Cut(max(ends, default=one.end_ns), 3, _labelled(Point.BACKWARD_END, one)))
+        ends = [row.end_ns for row in shares if backward.start_ns <= row.start_ns <= backward.end_ns]
+        cuts.append(_Cut(max(ends, default=backward.end_ns), 3, _labelled(Point.BACKWARD_END, backward)))
     return cuts
 
 
@@ -304,12 +308,12 @@ def _model_of(row: Event, models: Sequence[ModelSpec]) -> ModelSpec:
 
 
 def _read(read: Event, rows: Sequence[Event]) -> tuple[str, ...]:
-    """The parameters that a read is of; none where it is of all."""
+    """The parameters of a read; empty if it reads all."""
     return tuple(row.name for row in rows if row.kind == Kind.GRADIENT_READ and row.start_ns == read.start_ns)
 
 
 def _synchronising(rows: Sequence[Event]) -> Sequence[Event]:
-    """The backward passes whose gradients are reduced: others (no_sync) add to gradients that are not ready yet."""
+    """The backward passes whose gradients are reduced; others (no_sync) only accumulate."""
     passes = [row for row in rows if row.kind == Kind.BACKWARD_PASS]
     launches_ns = [row.enqueue_ns for row in rows if row.kind == Kind.COLLECTIVE and row.bucket >= 0]
     return [p for p in passes if any(p.start_ns <= ns <= p.end_ns for ns in launches_ns)] or passes[-1:]
@@ -322,7 +326,7 @@ class _Interval(NamedTuple):
 
 
 def _parts(rows: Sequence[Event]) -> list[_Interval]:
-    """Intervals with what they are part of; of overlapping ones the later in the list wins."""
+    """Intervals with their parts; where they overlap, the later one in the list wins."""
     shares_end_ns = max((row.end_ns for row in rows if row.kind == Kind.BACKWARD), default=0)
     parts = []
     for row in rows:
@@ -334,8 +338,8 @@ def _parts(rows: Sequence[Event]) -> list[_Interval]:
                 parts.append(_Interval(shares_end_ns, row.end_ns, _labelled(Part.FINALIZE, row)))
         elif row.kind == Kind.INPUT:
             parts.append(_Interval(row.start_ns, row.end_ns, Item(Part.INPUT)))
-    # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done off
-    # the main thread, it is values that are taken over there: part of forward.
+    # A deferred update runs during the next forward but is optimizer work. If updates run off the main thread, only
+    # their results are copied there: that is part of forward.
     kinds = (Kind.OPTIMIZER,) if any(is_background(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
     parts += [_Interval(r.start_ns, r.end_ns, Item(Part.READ)) for r in rows if r.kind == Kind.READ]
     return parts + [_Interval(r.start_ns, r.end_ns, Item(Part.OPTIMIZER)) for r in rows if r.kind in kinds]
@@ -347,11 +351,11 @@ def _labelled(part: str, row: Event) -> Item:
 
 
 def _part_at(time_ns: int, parts: Sequence[_Interval]) -> Item:
-    found = Item(Part.REST)
+    item = Item(Part.REST)
     for part in parts:
         if part.start_ns <= time_ns < part.end_ns:
-            found = part.of
-    return found
+            item = part.of
+    return item
 
 
 def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:
@@ -359,7 +363,7 @@ def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:
 
 
 def _joined(items: Sequence[Item]) -> list[Item]:
-    """Join neighbouring stretches of one part, and those of a read with its begin."""
+    """Join adjacent stretches of one part, and a read's stretch with its begin."""
     joined: list[Item] = []
     for item in items:
         before = joined[-1] if joined else None

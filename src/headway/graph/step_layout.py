@@ -1,7 +1,7 @@
-"""Laying the steps of all ranks out in a graph, as a strategy has them computed.
+"""Lays the steps of all ranks out in a graph, and summarises them as a ``StepProfile`` for planners.
 
-A strategy that leaves computation as it was recorded reacts to points of it (``InRecordedOrder``). One that reorders,
-splits, repeats or drops it lays blocks out itself (``StepLayout``; ``timeline.blocks_of``).
+A strategy that keeps the recorded order of computation reacts to its points (``InRecordedOrder``). One that reorders,
+splits, repeats or drops computation lays blocks out itself (``StepLayout``; ``computation.blocks_of``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OVERHEAD_GUESS_NS = 100_000.0
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """What deferred updates cost: once a bucket, and all parameters on one rank (ns)."""
+    """The cost of deferred updates (ns): per bucket, and for all parameters on one rank."""
 
     overhead_ns: float = 0.0
     whole_ns: float = 0.0
@@ -35,7 +35,7 @@ class UpdateCost:
 def update_cost(
     updates: Mapping[int, Sequence[int]], sizes_bytes: Mapping[int, int], ranks: int
 ) -> UpdateCost:
-    """The cost of updates that took ``updates[bucket]``, of which ``ranks`` share each: a line over bucket sizes."""
+    """Fit the cost of updates, each shared by ``ranks``, to their times ``updates[bucket]``: linear in bucket size."""
     buckets = [bucket for bucket in updates if bucket in sizes_bytes and updates[bucket]]
     if not buckets:
         return UpdateCost()
@@ -50,7 +50,7 @@ def update_cost(
 
 
 def is_background(row: Event) -> bool:
-    """Whether ``row`` is an update that a communication thread did for the main thread."""
+    """Whether ``row`` is an update that ran on a communication thread."""
     return row.kind == Kind.UPDATE and row.stream != Stream.COMPUTE
 
 
@@ -66,21 +66,15 @@ def background_update_cost(events: Events, ranks: int) -> UpdateCost:
     return update_cost(updates, sizes_bytes, ranks)
 
 
-# Step profiles: when a step readies each gradient and needs each module, without any wait.
-#
-# What a planner has to know of a recorded step. It can be taken from recorded timelines, or written from the times of a
-# model's layers.
-
-
 @dataclass(frozen=True, slots=True)
 class StepProfile:
     """One step of computation on the rank that has the most of it. All times are nanoseconds.
 
-    ``needs_ns`` says for each module when forward first needs its parameters, after forward's start; ``ready_ns`` for
-    each parameter when its gradient is complete, after backward's start. ``between_ns`` lies between forward's end and
-    backward's start, ``tail_ns`` between backward's end and the optimizer's step, ``rest_ns`` from there to the next
-    forward. ``optimizer_ns`` is one update of all parameters by one rank, and is in none of the others. What reads of
-    gradients take is in none: it depends on the strategy.
+    ``needs_ns[module]`` is when forward first needs its parameters, after forward's start; ``ready_ns[parameter]`` is
+    when its gradient is complete, after backward's start. ``between_ns`` lies between forward and backward, ``tail_ns``
+    between backward and the optimizer's step, ``rest_ns`` from there to the next forward. ``optimizer_ns`` is one update
+    of all parameters by one rank; the other times exclude it. Reads of gradients are excluded: they depend on the
+    strategy.
     """
 
     forward_ns: int
@@ -94,11 +88,11 @@ class StepProfile:
 
     @property
     def computation_ns(self) -> int:
-        """The whole step without the optimizer's update."""
+        """The step without the optimizer's update."""
         return self.forward_ns + self.between_ns + self.backward_ns + self.tail_ns + self.rest_ns
 
     def timeline(self, rank: int = 0, step: int = 0) -> Timeline:
-        """A step of which this is the profile, without anything that the script reads."""
+        """A step with this profile, without reads by the script."""
         uses = sorted(self.needs_ns.items(), key=lambda pair: pair[1])
         readies = sorted(self.ready_ns.items(), key=lambda pair: pair[1])
         items = [
@@ -126,10 +120,10 @@ def _along(part: str, point: str, moments: Sequence[tuple[str, int]], length_ns:
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """How long one module computes in forward and in backward, and the parameters that are its own.
+    """The forward and backward times of one module, and its own parameters.
 
-    ``kept_bytes`` is what its forward leaves for backward, and ``cut_bytes`` what is passed on where the model is cut
-    behind it: 0 where they are not known, and where it is not to be cut.
+    ``kept_bytes`` are its activations (0 if unknown). ``cut_bytes`` is the size of its output if the model may be split
+    after it, else 0.
     """
 
     module: str
@@ -143,14 +137,14 @@ class LayerTimes:
 def profile_of(timelines: Mapping[int, Sequence[Timeline]]) -> StepProfile:
     """The mean step of the slowest of the recorded ranks (``timelines[rank][position]``).
 
-    In a step of several passes, forward is the first use of a module and backward the last one that readies gradients.
-    What lies between them counts to ``between_ns``. Steps that readied nothing are left out, unless all did.
+    With several passes per step, forward starts at the first use of a module and backward is the last one that makes
+    gradients ready; everything between counts to ``between_ns``. Steps without ready gradients are skipped if possible.
     """
-    means = [_mean([_one(timeline) for timeline in steps]) for steps in timelines.values()]
+    means = [_mean([_step_profile(timeline) for timeline in steps]) for steps in timelines.values()]
     return max(means, key=lambda profile: profile.computation_ns + profile.optimizer_ns)
 
 
-def _one(timeline: Timeline) -> StepProfile:
+def _step_profile(timeline: Timeline) -> StepProfile:
     """One step's profile. Time is that of its computation, without waits and without the optimizer's update."""
     forward_at = forward_end = backward_at = backward_end = step_at = None
     uses: dict[str, int] = {}
@@ -191,11 +185,11 @@ def _one(timeline: Timeline) -> StepProfile:
 
 
 def _ordered(*moments: int | None) -> list[int]:
-    """The moments, none before the one before it; those that are unknown fall on it."""
-    found = [0]
+    """The moments made monotonic; unknown ones take the value of the previous one."""
+    ordered = [0]
     for moment in moments:
-        found.append(found[-1] if moment is None else max(found[-1], moment))
-    return found[1:]
+        ordered.append(ordered[-1] if moment is None else max(ordered[-1], moment))
+    return ordered[1:]
 
 
 def _mean(profiles: Sequence[StepProfile]) -> StepProfile:
@@ -212,12 +206,12 @@ def _mean(profiles: Sequence[StepProfile]) -> StepProfile:
 
 
 def _mean_of(offsets: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The mean of every name's offsets, over the steps that have it, in the order of time."""
-    known: dict[str, list[int]] = {}
-    for each in offsets:
-        for name, offset in each.items():
-            known.setdefault(name, []).append(offset)
-    means = {name: round(float(np.mean(values))) for name, values in known.items()}
+    """The mean offset of every name over the steps that have it, sorted by time."""
+    offsets_of: dict[str, list[int]] = {}
+    for step_offsets in offsets:
+        for name, offset in step_offsets.items():
+            offsets_of.setdefault(name, []).append(offset)
+    means = {name: round(float(np.mean(values))) for name, values in offsets_of.items()}
     return dict(sorted(means.items(), key=lambda pair: pair[1]))
 
 
@@ -225,23 +219,23 @@ BLOCKING_A_STEP = 1_000_000  # more than any step has
 
 
 class StepLayout(Protocol):
-    """What a strategy makes of the steps of ranks."""
+    """Lays out the steps of ranks as a strategy runs them."""
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
-        """Add one step of one rank to the graph: its computation, and what is launched and waited for between."""
+        """Add one step of one rank to the graph: its computation, launches and waits."""
 
 
 class InRecordedOrder(ABC):
-    """Computation as it was recorded, with a strategy's reactions to the points of every rank's timeline."""
+    """Lays out computation in recorded order; subclasses react to the points of every rank's timeline."""
 
     def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
         self._graph = graph
 
-    def use(self, cursor: RankCursor, module: str) -> None:  # noqa: B027 - most have parameters whole at any time
-        """Forward is about to need the parameters of ``module``; by default they are there."""
+    def use(self, cursor: RankCursor, module: str) -> None:  # noqa: B027 - most strategies always hold whole parameters
+        """Forward is about to need the parameters of ``module``; by default they are present."""
 
     def use_all(self, cursor: RankCursor) -> None:  # noqa: B027 - as above
-        """Forward begins, and nothing says which parameters it needs when; by default all are there."""
+        """Forward begins and it is unknown when it needs which parameters; by default all are present."""
 
     @abstractmethod
     def ready(self, cursor: RankCursor, parameter: str) -> None:
@@ -250,7 +244,7 @@ class InRecordedOrder(ABC):
     def unused(self, cursor: RankCursor, parameter: str) -> None:
         """This backward, whose first gradient is about to be complete, leaves ``parameter`` without one.
 
-        By default that is a gradient of zeros, which is ready.
+        By default it counts as a ready gradient of zeros.
         """
         self.ready(cursor, parameter)
 
@@ -259,22 +253,22 @@ class InRecordedOrder(ABC):
         """The computation of a synchronising backward is done."""
 
     def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
-        """What the recorded strategy did after its gradients had arrived; by default this one does the same."""
+        """The recorded strategy's work after its gradients arrived; by default this strategy does the same."""
         self._graph.compute(cursor, Part.FINALIZE, duration_ns)
 
     def read(self, cursor: RankCursor, read: Item) -> None:
-        """The script reads gradients, which takes one rank ``read.duration_ns`` for all of those that it reads.
+        """The script reads gradients, which takes one rank ``read.duration_ns`` for all of them.
 
-        By default they are there when backward returns.
+        By default they are complete when backward returns.
         """
         self._graph.compute(cursor, Part.READ, read.duration_ns)
 
     def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
-        """The optimizer steps, which takes ``duration_ns`` for all parameters; by default at once, on all of them."""
+        """The optimizer steps; ``duration_ns`` is the time for all parameters. By default it updates all of them here."""
         self._graph.compute(cursor, Part.OPTIMIZER, duration_ns)
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
-        """Add the recorded computation in its order, and ask the strategy at every point."""
+        """Add the recorded computation in order, calling the strategy's reaction at every point."""
         graph = self._graph
         blocking: Counter[tuple[int, ...]] = Counter()
         optimizer_ns = timeline.optimizer_ns
@@ -291,7 +285,7 @@ class InRecordedOrder(ABC):
                 case Point.BLOCKING:
                     kind = item.name if item.name in KINDS else ALL_REDUCE
                     members = item.members or None
-                    # Members use a key once, whichever step it is in; of all ranks each step has its own.
+                    # A group uses a key only once over all steps; collectives of all ranks are matched by step.
                     key = blocking[item.members] + (cursor.step * BLOCKING_A_STEP if members else 0)
                     number = graph.launch(
                         cursor,
@@ -312,13 +306,13 @@ class InRecordedOrder(ABC):
                 case Part.FINALIZE:
                     self.finalize(cursor, item.duration_ns)
                 case Part.OPTIMIZER:
-                    pass  # played at the STEP point, where and when the strategy wants it
+                    pass  # laid out by the strategy at the STEP point
                 case _:
                     graph.compute(cursor, item.kind, item.duration_ns)
 
 
 def lay_out_ranks(graph: GraphBuilder[S], layout: StepLayout, ranks: Sequence[Sequence[Timeline]]) -> None:
-    """Have ``layout`` lay out the timelines of every rank (``ranks[rank][position]``)."""
+    """Lay out the timelines of every rank (``ranks[rank][position]``) with ``layout``."""
     for rank, timelines in enumerate(ranks):
         cursor = RankCursor(rank)
         for position, timeline in enumerate(timelines):

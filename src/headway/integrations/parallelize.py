@@ -130,7 +130,7 @@ def _pipelined(
     from torch.nn.parallel import DistributedDataParallel
 
     from headway.strategies.live.module_spec import model_spec
-    from headway.strategies.pipeline.placement import placed
+    from headway.strategies.pipeline.pipelined import placed
     from headway.strategies.pipeline.plugin import pipelined
 
     order = strategy.pipeline if isinstance(strategy, MeshStrategy) else strategy

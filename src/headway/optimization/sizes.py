@@ -15,7 +15,12 @@ from headway.simulator.expectation import Expectation
 from headway.simulator.simulate import Simulation, Simulator
 from headway.strategies.base import Strategy
 from headway.strategies.pipeline.mesh import MeshStrategy
-from headway.strategies.pipeline.micro_batch_sizes import Between, between, counts_between, unlike
+from headway.strategies.pipeline.micro_batch_sizes import (
+    Interpolated,
+    counts_between,
+    first_difference,
+    interpolated,
+)
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import micro_batches
 from headway.strategies.registry import plugin_of
@@ -103,7 +108,7 @@ def _check_same_job(first: Replayer, other: Replayer) -> None:
             "several recordings can only be compared of a pipeline", got=f"a model in one piece in {first.trace.path}",
             expected="one pipeline with different numbers of micro-batches", fix="Give one recording.",
         )  # fmt: skip
-    different = unlike(first.job, other.job)
+    different = first_difference(first.job, other.job)
     if different is None and _replicas(first) != _replicas(other):
         different = ("the replicas of stages", _replicas(first), _replicas(other))
     if different is not None:
@@ -133,7 +138,7 @@ def _recorded(first: Replayer, other: Replayer, count: int) -> Size:
 
 
 def _interpolated(first: Replayer, fewer: Replayer, more: Replayer, count: int) -> Size:
-    made = between(fewer.job, more.job, count)
+    made = interpolated(fewer.job, more.job, count)
     simulator = Simulator()
 
     def replay(strategy: Strategy) -> Simulation:
@@ -146,7 +151,7 @@ def _interpolated(first: Replayer, fewer: Replayer, more: Replayer, count: int) 
 
 
 def _expect_between(
-    first: Replayer, ends: tuple[Replayer, Replayer], made: Between, played: Simulation
+    first: Replayer, ends: tuple[Replayer, Replayer], made: Interpolated, played: Simulation
 ) -> Expectation:
     """As of the recording of which more is expected, with what interpolation may be off by."""
     expected = max((end.expect(played) for end in ends), key=lambda each: each.step_ms)

@@ -1,1 +1,1 @@
-"""Layer 2: when. Buckets, partitions, priorities and order."""
+"""Schedules, the immutable decisions of strategies: buckets, groups, shards, periods, and orders of pipelines."""

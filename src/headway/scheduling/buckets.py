@@ -1,4 +1,4 @@
-"""Buckets: which gradients share one collective, and in which order collectives are issued."""
+"""Bucket schedules: which gradients share a collective, and the order in which collectives are issued."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parts of parameters whose gradients share one collective. All have one dtype.
+    """Parts of parameters of one dtype whose gradients share a collective.
 
-    They are sent as ``wire`` says, in the collectives ``exchanges``; or as they are where it is None.
+    With a codec ``wire``, they are sent in the collectives ``exchanges``; otherwise uncompressed.
     """
 
     index: int
@@ -56,14 +56,14 @@ class Bucket:
 
     @property
     def all_reduced_bytes(self) -> float:
-        """The size of a tensor whose all-reduce moves as many bytes: twice what a gather or an exchange of it would."""
+        """The size of the tensor whose all-reduce would move as many bytes; a gather or exchange counts half."""
         if not self.exchanges:
             return self.size_bytes
         return sum(e.size_bytes * (1 if e.kind == ALL_REDUCE else 0.5) for e in self.exchanges)
 
     @property
     def collectives(self) -> int:
-        """How many collectives it takes."""
+        """The number of collectives."""
         return len(self.exchanges) or 1
 
     @property
@@ -74,14 +74,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketSchedule:
-    """A whole decision: buckets in the order of their reduction, and the order of their gathers.
+    """Buckets in the order of their reduction, and the order of their gathers.
 
-    ``gather_order`` holds bucket indices in the order in which the next forward needs them; it is empty for
-    strategies whose collective leaves every rank with the whole result. ``gather`` says what is gathered: gradients,
-    right behind the reduce-scatters, or parameters, after the step of an optimizer whose state is sharded.
-    ``channels`` collectives may be in flight at a time. With gradients, gather number ``i`` may stand right behind
-    reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one. ``algorithms`` carry out
-    the halves. With ``halves`` gradients are cast for them. ``serving`` is how servers share the work.
+    ``gather_order`` holds bucket indices in the order in which the next forward needs them; it is empty if the
+    collective leaves every rank with the whole result. ``gather`` is what is gathered: gradients, right after the
+    reduce-scatters, or parameters, after the step of an optimizer with sharded state. Up to ``channels`` collectives are
+    in flight. With gradients, gather ``i`` may start after reduce-scatter ``gathers_after[i]``; if that is empty, all
+    start after the last one. ``algorithms`` carry out the two halves, for which gradients are cast to ``halves``.
+    ``serving`` is how servers share the work.
     """
 
     buckets: tuple[Bucket, ...]
@@ -94,7 +94,7 @@ class BucketSchedule:
     serving: Serving = EVENLY
 
     def cast_in(self, kind: str) -> Cast | None:
-        """What the elements of a half ``kind`` are cast to: parameters never are."""
+        """The cast of a half ``kind``; parameters are never cast."""
         return self.halves if kind == REDUCE_SCATTER or self.gather == "gradients" else None
 
     def half_bytes(self, kind: str, bucket: Bucket) -> int:
@@ -106,30 +106,30 @@ class BucketSchedule:
 
     @property
     def parts(self) -> str:
-        """What it cuts a step's communication into, in words."""
+        """The parts of a step's communication, in words."""
         return counted(len(self.buckets), "bucket")
 
     @property
     def collectives(self) -> int:
-        """How many collectives a step has, halves of one counted once: fewer are less risk."""
+        """The number of collectives per step, counting two halves once: fewer mean less risk."""
         return sum(bucket.collectives for bucket in self.buckets)
 
     @property
     def buckets_of(self) -> dict[str, tuple[int, ...]]:
         """The indices of the buckets that hold a part of each parameter."""
-        found: dict[str, list[int]] = defaultdict(list)
+        indices_of: dict[str, list[int]] = defaultdict(list)
         for bucket in self.buckets:
             for name in bucket.parameters:
-                found[name].append(bucket.index)
-        return {name: tuple(indices) for name, indices in found.items()}
+                indices_of[name].append(bucket.index)
+        return {name: tuple(indices) for name, indices in indices_of.items()}
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """The buckets that are settled together, because they share a parameter directly or through others."""
+        """The groups of buckets that complete together, because they share parameters directly or indirectly."""
         return joined([bucket.parameters for bucket in self.buckets])
 
     def gathers_behind(self, index: int) -> tuple[int, ...]:
-        """The buckets whose gathers are queued right behind reduce-scatter ``index``; none with parameters."""
+        """The buckets whose gathers are queued right after reduce-scatter ``index``; none if parameters are gathered."""
         return tuple(self.gathers_behind_each()[index])
 
     def gathers_behind_each(self) -> list[list[int]]:
@@ -144,9 +144,9 @@ class BucketSchedule:
 
 
 def joined(holdings: Sequence[Iterable[str]]) -> tuple[tuple[int, ...], ...]:
-    """The indices of ``holdings``, those together that have a name in common or are joined by others that have.
+    """Group the indices of ``holdings`` that share names, directly or indirectly (connected components).
 
-    In the order of their first.
+    Groups are in the order of their first index.
     """
     leader = list(range(len(holdings)))
 
@@ -168,7 +168,7 @@ def joined(holdings: Sequence[Iterable[str]]) -> tuple[tuple[int, ...], ...]:
 
 
 def channel_of(number: int, channels: int) -> int:
-    """Which of ``channels`` carries collective ``number``: they take turns."""
+    """The channel, of ``channels``, that carries collective ``number``: they take turns."""
     return number % channels
 
 
@@ -177,8 +177,8 @@ def earlier_on_channel(number: int, channels: int) -> int | None:
     return number - channels if number >= channels else None
 
 
-def whole(parameter: ParameterSpec) -> Part:
-    """All of a parameter."""
+def whole_parameter(parameter: ParameterSpec) -> Part:
+    """The part that covers a whole parameter."""
     return Part(parameter.name, 0, parameter.numel)
 
 
@@ -193,17 +193,19 @@ def make_buckets(groups: Iterable[Sequence[Part]], model: ModelSpec) -> tuple[Bu
 
 
 def sent_as(bucket: Bucket, codec: Codec | None, model: ModelSpec, world_size: int) -> Bucket:
-    """``bucket`` with its gradients sent as ``codec`` says between so many ranks. Raises PlanError for other types."""
+    """``bucket`` with its gradients encoded by ``codec``. Raises PlanError for dtypes other than floating point."""
     if codec is None:
         return bucket
     if bucket.dtype not in FLOATS:
         raise PlanError(
-            "only gradients of real numbers can be sent as something else",
+            "only floating-point gradients can be cast or compressed",
             got=f"{bucket.dtype}: {bucket.parts[0].parameter}",
             expected=" or ".join(FLOATS),
         )
     shapes = [
-        model.by_name[part.parameter].shape if part == whole(model.by_name[part.parameter]) else (part.numel,)
+        model.by_name[part.parameter].shape
+        if part == whole_parameter(model.by_name[part.parameter])
+        else (part.numel,)
         for part in bucket.parts
     ]
     with asking("codec", codec):
@@ -212,10 +214,9 @@ def sent_as(bucket: Bucket, codec: Codec | None, model: ModelSpec, world_size: i
 
 
 def group_by_size(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[ParameterSpec]]:
-    """Cut ``parameters``, in their order, into runs of one dtype and of about ``cap_bytes``.
+    """Group consecutive ``parameters`` of one dtype into runs of at most ``cap_bytes``.
 
-    A run closes before the parameter that would take it past the cap, so that only a single parameter
-    larger than the cap makes a larger bucket.
+    Only a single parameter that exceeds the cap makes a larger run.
     """
     groups: list[list[ParameterSpec]] = []
     size_bytes = 0
@@ -242,15 +243,15 @@ def forward_gather_order(model: ModelSpec, buckets: Sequence[Bucket]) -> tuple[i
 
 
 def restricted(schedule: BucketSchedule, model: ModelSpec) -> BucketSchedule:
-    """``schedule`` for another set of trainable parameters: without those frozen, with those new to it in front.
+    """Adapt ``schedule`` to another set of trainable parameters: drops frozen ones, puts new ones in front.
 
-    Gathers follow the order of the model's forward, behind the last reduce-scatter.
+    Gathers follow forward order, after the last reduce-scatter.
     """
-    known = schedule.buckets_of
+    bucketed = schedule.buckets_of
     groups = [[p for p in bucket.parts if p.parameter in model.by_name] for bucket in schedule.buckets]
-    new = [parameter for parameter in model.ready_parameters() if parameter.name not in known]
+    new = [parameter for parameter in model.ready_parameters() if parameter.name not in bucketed]
     largest = max((bucket.size_bytes for bucket in schedule.buckets), default=1)
-    runs = [[whole(parameter) for parameter in run] for run in group_by_size(new, largest)]
+    runs = [[whole_parameter(parameter) for parameter in run] for run in group_by_size(new, largest)]
     buckets = make_buckets([*runs, *(group for group in groups if group)], model)
     return BucketSchedule(
         buckets=buckets,
@@ -263,7 +264,7 @@ def restricted(schedule: BucketSchedule, model: ModelSpec) -> BucketSchedule:
 
 
 class BucketReadiness:
-    """Counts the gradients of one backward: a bucket goes when it is full and every bucket before it has gone."""
+    """Counts ready gradients in a backward: a bucket launches when it and all buckets before it are full."""
 
     def __init__(self, schedule: BucketSchedule) -> None:
         self._buckets_of = schedule.buckets_of
@@ -282,7 +283,7 @@ class BucketReadiness:
 
     @property
     def complete(self) -> bool:
-        """Whether every bucket has gone."""
+        """Whether every bucket has been launched."""
         return self.next == len(self._missing)
 
     def restart(self) -> None:

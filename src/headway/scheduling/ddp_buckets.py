@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headway.model import ModelSpec
-from headway.scheduling.buckets import Bucket, make_buckets, whole
+from headway.scheduling.buckets import Bucket, make_buckets, whole_parameter
 
 DEFAULT_CAP_MB = 25
 DEFAULT_FIRST_BUCKET_BYTES = 2**20
@@ -50,4 +50,4 @@ def assigned(model: ModelSpec, limits_bytes: Sequence[int]) -> tuple[Bucket, ...
     groups = torch_private.ddp_bucket_assignment([(p.shape, p.dtype) for p in parameters], list(limits_bytes))
     if kept:
         groups.sort(key=min, reverse=True)
-    return make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
+    return make_buckets([[whole_parameter(parameters[i]) for i in group] for group in groups], model)

@@ -1,7 +1,7 @@
-"""Tensor fusion: which gradients share a collective. Published policies, each a pure function that returns groups.
+"""Tensor fusion: published policies that group gradients into collectives, as pure functions.
 
-They go by the order in which gradients become ready. Each holds every element of the model once, mixes no dtypes in a
-group, and lists groups in the order in which they can be reduced.
+All follow the order in which gradients become ready. Groups contain every element once, never mix dtypes, and are listed
+in the order in which they can be reduced.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 from headway.errors import PlanError
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
-from headway.scheduling.buckets import Part, group_by_size, whole
+from headway.scheduling.buckets import Part, group_by_size, whole_parameter
 
 Groups = list[list[Part]]
 CapAt = Callable[[int], float]
-"""The size (bytes) of the group that begins after so many bytes."""
+"""bytes before a group -> its size limit in bytes."""
 
 
 def cut(parameters: Iterable[ParameterSpec], limit_bytes: float) -> list[Part]:
-    """The parameters in their order, those larger than ``limit_bytes`` as equal parts, give or take one element.
+    """Split parameters larger than ``limit_bytes`` into equal parts (up to one element), in order.
 
-    Splitting tensors lets a large one begin early and be overtaken (ByteScheduler, Peng et al., SOSP 2019).
+    A split tensor can start early and be overtaken (ByteScheduler, Peng et al., SOSP 2019).
     """
     parts = []
     for parameter in parameters:
@@ -40,11 +40,10 @@ def size_bytes(part: Part, model: ModelSpec) -> int:
 
 
 def fill(parts: Sequence[Part], model: ModelSpec, cap: float | CapAt) -> Groups:
-    """Cut ``parts``, in their order, into groups of about ``cap`` bytes, which may depend on where a group begins.
+    """Group consecutive ``parts`` into groups of at most ``cap`` bytes, which may depend on where a group begins.
 
-    A group closes before the part that would take it past the cap. It holds parts of one cut parameter at most:
-    buckets that share a parameter are settled together, and others must not be drawn in. Dtypes are grouped apart,
-    and groups come in the order of their last parts.
+    A group holds parts of at most one split parameter: buckets that share a parameter complete together, and must not
+    delay others. Dtypes are grouped separately. Groups are sorted by their last parts.
     """
     cap_at: CapAt = cap if callable(cap) else lambda _: cap
     open_groups: dict[str, _Open] = {}
@@ -66,15 +65,15 @@ def fill(parts: Sequence[Part], model: ModelSpec, cap: float | CapAt) -> Groups:
 
 
 def coalesced(parts: Iterable[Part]) -> list[Part]:
-    """The same elements, with neighbouring parts of one parameter made one."""
-    found: list[Part] = []
+    """Merge adjacent parts of one parameter."""
+    merged: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and last.parameter == part.parameter and last.end == part.start:
-            found[-1] = Part(part.parameter, last.start, part.end)
+            merged[-1] = Part(part.parameter, last.start, part.end)
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 @dataclass(slots=True)
@@ -91,7 +90,7 @@ class _Open:
 
 
 def by_last_part(groups: Groups, parts: Sequence[Part]) -> Groups:
-    """The groups in the order in which ``parts`` completes them."""
+    """Sort groups by their last element in ``parts``."""
     if len(groups) < 2:
         return groups
     position = {part: index for index, part in enumerate(parts)}
@@ -102,16 +101,16 @@ MIB = 2**20
 
 
 def fixed(model: ModelSpec, cap_bytes: int) -> Groups:
-    """Runs of about ``cap_bytes`` that never exceed it, but for a single larger parameter."""
-    return [[whole(p) for p in run] for run in group_by_size(model.ready_parameters(), cap_bytes)]
+    """Runs of at most ``cap_bytes``, except for single larger parameters."""
+    return [[whole_parameter(p) for p in run] for run in group_by_size(model.ready_parameters(), cap_bytes)]
 
 
 def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_per_byte: float) -> Groups:
     """Merged-gradient WFBP (Shi, Chu and Li, INFOCOM 2019).
 
     A collective of ``n`` bytes takes ``alpha_ns + ns_per_byte * n`` and begins when its last gradient is ready and the
-    one before it is done. A gradient is merged into the next one where that one is ready before this collective would
-    have spent another alpha. ``ready_ns`` of a parameter it does not name is the latest of all.
+    previous collective is done. A gradient is merged with the next one if that is ready within ``alpha_ns`` of this
+    collective's begin. Parameters missing from ``ready_ns`` count as the latest.
     """
     latest = max(ready_ns.values(), default=0)
     groups: Groups = []
@@ -121,23 +120,22 @@ def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_p
     for parameter in model.ready_parameters():
         ready = ready_ns.get(parameter.name, latest)
         if groups and parameter.dtype == dtype and ready < begin_ns + alpha_ns:
-            groups[-1].append(whole(parameter))
+            groups[-1].append(whole_parameter(parameter))
             filled += parameter.size_bytes
         else:
             if groups:
                 free_ns = begin_ns + alpha_ns + ns_per_byte * filled
-            groups.append([whole(parameter)])
+            groups.append([whole_parameter(parameter)])
             dtype, filled = parameter.dtype, parameter.size_bytes
         begin_ns = max(free_ns, begin_ns if len(groups[-1]) > 1 else 0.0, ready)
     return groups
 
 
 def earliest(model: ModelSpec, ready_ns: Mapping[str, int], time_ns: Callable[[int], float]) -> Groups:
-    """The groups whose last collective is done first, if one collective after the other is carried out.
+    """Find the groups with the earliest end of the last collective, if collectives run one after the other.
 
-    One of ``n`` bytes takes ``time_ns(n)``, which grows with ``n``, and begins when its last gradient is ready and the
-    one before it is done. Exact, by dynamic programming: whatever comes behind a gradient is done the earlier, the
-    earlier those before it are. ``ready_ns`` of a parameter it does not name is the latest of all.
+    A collective of ``n`` bytes takes ``time_ns(n)``, increasing in ``n``, and begins when its last gradient is ready and
+    the previous one is done. Exact, by dynamic programming. Parameters missing from ``ready_ns`` count as the latest.
     """
     parameters = model.ready_parameters()
     latest = max(ready_ns.values(), default=0)
@@ -160,7 +158,7 @@ def earliest(model: ModelSpec, ready_ns: Mapping[str, int], time_ns: Callable[[i
     groups: Groups = []
     end = len(parameters)
     while end:
-        groups.insert(0, [whole(parameter) for parameter in parameters[begins[end] : end]])
+        groups.insert(0, [whole_parameter(parameter) for parameter in parameters[begins[end] : end]])
         end = begins[end]
     return groups
 
@@ -168,11 +166,11 @@ def earliest(model: ModelSpec, ready_ns: Mapping[str, int], time_ns: Callable[[i
 def bucket_caps_mb(groups: Groups, model: ModelSpec) -> tuple[float, ...]:
     """The ``bucket_caps_mb`` of a DistributedDataParallelStrategy that makes exactly these groups of whole parameters.
 
-    DDP closes a bucket once it has reached its cap, so each cap is a group's exact size. Raises PlanError for what
-    stock DDP cannot do: parts of parameters, several dtypes, groups out of the order of readiness.
+    DDP closes a bucket once it reaches its cap, so each cap is a group's exact size. Raises PlanError for what stock DDP
+    cannot do: parts of parameters, several dtypes, groups out of ready order.
     """
     order = [part for group in groups for part in group]
-    if order != [whole(parameter) for parameter in model.ready_parameters()]:
+    if order != [whole_parameter(parameter) for parameter in model.ready_parameters()]:
         raise PlanError(
             "stock DDP cannot make these buckets",
             expected="whole parameters in the order in which gradients become ready",
@@ -180,7 +178,7 @@ def bucket_caps_mb(groups: Groups, model: ModelSpec) -> tuple[float, ...]:
         )
     if len({parameter.dtype for parameter in model.parameters}) > 1:
         raise PlanError(
-            "stock DDP cannot make these buckets: it applies the caps to each dtype separately",
+            "stock DDP cannot make these buckets: it applies caps per dtype",
             expected="parameters of one dtype",
             fix="Use bucket_cap_mb, or the decoupled strategy.",
         )

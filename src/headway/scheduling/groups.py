@@ -1,4 +1,4 @@
-"""Group schedules: which ranks average their models with which others, round after round."""
+"""Group schedules: which ranks average their models with each other in each round."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """Round ``i`` of training averages within each of ``rounds[i % len(rounds)]``; ranks in none go on alone.
+    """Round ``i`` of training averages within each group of ``rounds[i % len(rounds)]``; other ranks continue alone.
 
-    Raises ValueError for a rank that is not in ``world_size``, that is in two groups of a round, or alone in one.
+    Raises ValueError for ranks outside ``world_size``, in two groups of a round, or alone in a group.
     """
 
     world_size: int
@@ -35,25 +35,25 @@ class GroupSchedule:
 
     @property
     def parts(self) -> str:
-        """What it cuts training into, in words."""
+        """The parts of training, in words."""
         return f"groups that repeat after {counted(len(self.rounds), 'round')}"
 
     @property
     def collectives(self) -> int:
-        """How many groups average in one repetition."""
+        """The number of groups in one repetition."""
         return sum(map(len, self.rounds))
 
     def group_of(self, rank: int, round_: int) -> Group:
-        """The ranks that ``rank`` averages with in that round of training, itself among them; () where it does not."""
+        """The group of ``rank`` in a round of training, itself included; () if it averages with nobody."""
         return next((group for group in self.rounds[round_ % len(self.rounds)] if rank in group), ())
 
 
 @dataclass(frozen=True)
 class CoordinatedGroups:
-    """Groups that a generator forms while a job trains, as ranks come: only who forms them is decided before.
+    """Groups that a generator forms during training as ranks arrive.
 
-    ``generator`` and ``options`` are those of ``coordination.generators``; ``staleness`` is how many iterations a rank
-    computes while its last group averages.
+    ``generator`` and ``options`` belong to ``coordination.generators``; ``staleness`` is the number of iterations that a
+    rank computes while its last group averages.
     """
 
     world_size: int
@@ -69,20 +69,19 @@ class CoordinatedGroups:
 
     @property
     def collectives(self) -> int:
-        """How many groups average in an iteration: not known before."""
+        """1: the number of groups per iteration is not known in advance."""
         return 1
 
 
 def hosts_in_turn(hosts: Sequence[Sequence[int]], group_size: int) -> GroupSchedule:
-    """The schedule of ranks that are equally fast, without a coordinator: within hosts and across hosts in turn.
+    """A schedule without a coordinator for equally fast ranks: alternates averaging within hosts and across hosts.
 
-    ``hosts`` are the ranks of each host, ``group_size`` how many hosts average together at most. In every second round
-    each host averages as a whole. In the others one rank of each host averages with those of other hosts,
-    and the rest of the host among themselves, so that a host's link carries one model a round; the groups of hosts
-    change until every host has met every other, directly or by way of others. The idea is that of Prague's static
-    schedule (Luo et al., ASPLOS 2020); the rounds are this project's. Ranks mix within twice the repetition. Where
-    hosts have one rank each there are no rounds within hosts. Raises ValueError for fewer than two ranks, for a rank on
-    two hosts, and for groups of fewer than two.
+    ``hosts`` lists the ranks of each host; up to ``group_size`` hosts average together. In every second round each host
+    averages as a whole. In the others, one rank of each host averages with those of other hosts and the rest among
+    themselves, so that a host's link carries one model per round; groups of hosts change until all hosts have met,
+    directly or indirectly. The idea is that of Prague's static schedule (Luo et al., ASPLOS 2020); the rounds are our
+    own. Ranks mix within two repetitions. With one rank per host there are no rounds within hosts. Raises ValueError for
+    fewer than two ranks, a rank on two hosts, or groups of fewer than two.
     """
     if group_size < 2 or sum(map(len, hosts)) < 2:
         raise ValueError("a group has two ranks")
@@ -103,11 +102,10 @@ def hosts_in_turn(hosts: Sequence[Sequence[int]], group_size: int) -> GroupSched
 
 
 def _meetings(hosts: Sequence[int], most: int) -> list[tuple[Group, ...]]:
-    """Rounds of groups of at most ``most`` of ``hosts``, after which nearly all have heard of all others.
+    """Rounds of groups of at most ``most`` hosts, after which nearly all hosts have reached each other.
 
-    Blocks of hosts meet among themselves, then the first of every block with the first of the others, and so on. Where
-    blocks are unequal, the last of the larger ones meet without the smaller ones, and hear of them in the next
-    repetition.
+    Blocks of hosts meet among themselves, then the first hosts of all blocks, then the second ones, and so on. If blocks
+    differ in size, the last hosts of larger blocks reach the smaller ones only in the next repetition.
     """
     if len(hosts) < 2:
         return []
@@ -117,8 +115,10 @@ def _meetings(hosts: Sequence[int], most: int) -> list[tuple[Group, ...]]:
     blocks = [hosts[begin:end] for begin, end in pairwise(ends)]
     inside = [_meetings(block, most) for block in blocks]
     rounds = [
-        tuple(group for own in inside if number < len(own) for group in own[number])
+        tuple(
+            group for block_rounds in inside if number < len(block_rounds) for group in block_rounds[number]
+        )
         for number in range(max(map(len, inside)))
     ]
-    last = [tuple(each for each in column if each is not None) for column in zip_longest(*blocks)]
+    last = [tuple(host for host in column if host is not None) for column in zip_longest(*blocks)]
     return [*rounds, tuple(group for group in last if len(group) > 1)]

@@ -1,4 +1,4 @@
-"""The device mesh that a plan's strategies share work along: ranks in rows, neighbours along the last dimension."""
+"""Groups of ranks along a dimension of a plan's device mesh; consecutive ranks are along the last dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_along(mesh: Mapping[str, int], dimension: str) -> Groups:
-    """The groups of ranks that differ in ``dimension`` alone, as ``torch.distributed.DeviceMesh`` has them.
+    """The groups of ranks that differ only in ``dimension``, as in ``torch.distributed.DeviceMesh``.
 
     ``mesh`` is the size of every dimension, the outermost first: in {"pipeline": 2, "data": 2} the groups along "data"
     are (0, 1) and (2, 3), those along "pipeline" (0, 2) and (1, 3).

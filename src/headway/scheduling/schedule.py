@@ -1,4 +1,4 @@
-"""What a strategy decides: one of a few kinds of schedule, each an immutable value."""
+"""``Schedule``: the union of all schedules that a strategy may decide."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ Schedule = (
     | CoordinatedGroups
     | HorizonSchedule
 )
-"""Gradients in buckets, over all ranks; micro-batches through stages, of one pipeline or of several side by side;
-models averaged in groups of ranks, which are fixed or formed while training; or what another package makes of it."""
+"""Buckets of gradients over all ranks; one pipeline, or several replicated ones; averaging in groups that are fixed or
+formed during training; or a schedule of another package."""

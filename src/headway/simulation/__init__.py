@@ -1,1 +1,1 @@
-"""Operations that wait for each other, share links and cores, and are played in time."""
+"""Simulates graphs of operations that wait for each other and share links, in time."""

@@ -1,4 +1,8 @@
-"""Building graphs of operations: one by one or many at once, also while they are played."""
+"""Builds graphs of operations in flat arrays, one by one or in blocks, also while they are played.
+
+An operation is one cache line of 64 bytes, so that playing it costs one memory access, plus one for each operation that
+waits for it. The route that it uses, and successors that do not fit, are stored separately.
+"""
 
 from __future__ import annotations
 
@@ -24,41 +28,34 @@ DURATION, START, END = 0, 1, 2
 ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
-FREE, DECISION = 0, 1  # the routes of operations that use nothing, and of those that a decider lets end
+FREE, DECISION = 0, 1  # the routes of operations without resources, and of decisions
 DECIDED = -2  # the queue of decisions
-WHOLE = 2**46  # what rates are counted in: that of the fastest resource, where rates differ
-
-
-# The operations of some steps over all ranks and links, and what each waits for, in flat arrays.
-#
-# An operation is one cache line of 64 bytes, so that playing it costs one access to memory and one for each operation
-# that waits for it. What it uses (a route) and successors that do not fit are kept apart.
+WHOLE = 2**46  # the unit of rates: that of the fastest resource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency.
+    """The routes of operations, in columns: the sender's and receiver's side of a link, a queue, and a latency.
 
-    ``asked`` is how much of a side an operation takes at its full rate (in WHOLE).
+    ``demand`` is the rate (in WHOLE) that an operation takes of each side when nothing slows it down.
     """
 
     sender: Numbers
     receiver: Numbers
-    asked: Ints
+    demand: Ints
     queue: Numbers
     latency_ns: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resources:
-    """What operations share.
+    """The resources that operations share.
 
-    ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is token-bucket credit: after idling for this long, a
-    resource does that much work at once. ``changes`` are rows of a time (ns), a resource, how much there is of it from
-    then on (in WHOLE), and how much there would be if others, who have the rest, got all that they want; in order of
-    time. ``window_ns`` is what an operation keeps queued where others have taken
-    a part of a resource, as work at its usual rate: others get their part only once they have queued in proportion, and
-    it is ahead by that (0: they have their part immediately).
+    ``room`` is the rate of each (in WHOLE). ``burst_ns`` is token-bucket credit: after idling for this long, a resource
+    does that much work at once. ``changes`` are rows, sorted by time, of a time (ns), a resource, its rate from then on
+    (in WHOLE), and the rate that would be left if other traffic got everything it wants. ``window_ns`` is the work that
+    an operation keeps queued on a resource shared with other traffic: that traffic gets its part only once it has queued
+    in proportion, so the operation is ahead by that much (0: it gets its part immediately).
     """
 
     room: Ints
@@ -68,7 +65,7 @@ class Resources:
 
     @classmethod
     def plain(cls, count: int) -> Resources:
-        """So many alike that save nothing and stay as they are."""
+        """``count`` equal resources without bursts and changes."""
         nothing = np.zeros(count, dtype=np.int64)
         return cls(nothing + WHOLE, nothing, np.zeros((0, 4), dtype=np.int64), nothing)
 
@@ -78,13 +75,13 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperationGraph:
-    """Operations, as rows of two views of the same memory.
+    """Operations as rows of two views of the same memory.
 
-    An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` at its full
-    rate, and is done ``latency_ns`` after it has left them. Operations of one queue, as messages of one
-    connection, go one after the other. ``wide`` (int64) has durations, ``narrow`` (int32) routes, how many operations
-    each waits for, and its successors: in SLOTS columns, NONE behind the last, and, where there are more, at SPILL in
-    ``spilled``, after their number. Other columns are the engine's.
+    An operation uses up to two resources (a sender's and a receiver's side of a link) for ``duration_ns`` at its full
+    rate, and is done ``latency_ns`` after it has left them. Operations of one queue, such as messages of one
+    connection, run one after the other. ``wide`` (int64) holds durations; ``narrow`` (int32) holds routes, the number
+    of operations to wait for, and successors: in SLOTS columns, padded with NONE, and any further ones at SPILL in
+    ``spilled``, preceded by their number. The engine uses the other columns.
     """
 
     wide: Ints
@@ -99,7 +96,7 @@ class OperationGraph:
 
     @property
     def duration_ns(self) -> Ints:
-        """How long each operation takes where it has its resources to itself."""
+        """The duration of each operation without contention."""
         return self.wide[:, DURATION]
 
     @property
@@ -114,28 +111,28 @@ class OperationGraph:
 
     @property
     def queue(self) -> Numbers:
-        """The queue that each operation stands in."""
+        """The queue of each operation."""
         return self.routes.queue[self.narrow[:, ROUTE]]
 
     @property
     def latency_ns(self) -> Ints:
-        """How long after it has left its resources each operation is done."""
+        """The time from leaving the resources until each operation is done."""
         return self.routes.latency_ns[self.narrow[:, ROUTE]]
 
     @property
     def memory_bytes(self) -> int:
-        """What the arrays take."""
+        """The size of the arrays."""
         return self.wide.nbytes + self.spilled.nbytes
 
     def successors(self, number: int) -> list[int]:
         """The operations that wait for operation ``number``."""
-        own = self.narrow[number, SUCCESSORS : SUCCESSORS + SLOTS]
+        slots = self.narrow[number, SUCCESSORS : SUCCESSORS + SLOTS]
         spill = int(self.narrow[number, SPILL])
         more = self.spilled[spill + 1 : spill + 1 + self.spilled[spill]].tolist() if spill != NONE else []
-        return [*own[own != NONE].tolist(), *more]
+        return [*slots[slots != NONE].tolist(), *more]
 
     def with_durations(self, operations: npt.NDArray[np.intp], duration_ns: Ints) -> OperationGraph:
-        """The same graph where ``operations`` take other times."""
+        """The same graph with other durations of ``operations``."""
         wide, narrow = lines(len(self))
         wide[:] = self.wide
         wide[operations, DURATION] = duration_ns
@@ -143,16 +140,16 @@ class OperationGraph:
 
 
 def lines(count: int) -> tuple[Ints, Numbers]:
-    """Room for ``count`` operations, each in a cache line of its own: the wide view and the narrow one."""
+    """Allocate ``count`` operations, each in its own cache line: the wide view and the narrow one."""
     memory = np.zeros((count + 1) * OPERATION_BYTES, dtype=np.uint8)
     begin = -memory.ctypes.data % OPERATION_BYTES
-    own = memory[begin : begin + count * OPERATION_BYTES]
-    return own.view(np.int64).reshape(count, 8), own.view(np.int32).reshape(count, 16)
+    aligned = memory[begin : begin + count * OPERATION_BYTES]
+    return aligned.view(np.int64).reshape(count, 8), aligned.view(np.int32).reshape(count, 16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edges:
-    """Successors of some operations as ``OperationGraph`` keeps them. ``targets`` are those places of ``spilled``."""
+    """Successors of operations in the layout of ``OperationGraph``; ``targets`` are the used places of ``spilled``."""
 
     slots: Numbers
     spill: Numbers
@@ -185,25 +182,25 @@ def edges_of(before: Ints, after: Ints, count: int) -> Edges:
 
 
 class Block(Protocol):
-    """Many operations at once, whose edges among themselves and out of them are known."""
+    """Many operations that are added at once, with known edges among themselves and to others."""
 
     @property
     def operations(self) -> int:
-        """How many operations."""
+        """The number of operations."""
 
     @property
     def spills(self) -> int:
-        """How much room its successors need in ``OperationGraph.spilled``."""
+        """The room that its successors need in ``OperationGraph.spilled``."""
 
     def fill(self, into: OperationGraph, base: int, spill: int) -> None:
-        """Write the rows into ``into`` from operation ``base`` on, and what spills from ``spill`` on.
+        """Write rows into ``into`` from operation ``base`` on, and further successors from ``spill`` on.
 
-        What operations outside of the block wait for is added to their WAITS.
+        Edges to operations outside of the block are added to their WAITS.
         """
 
 
 class RouteTable:
-    """Numbers for what operations use, under which graphs know it; several graphs may share a table."""
+    """Assigns numbers to routes; several graphs may share a table."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int], int] = {}
@@ -218,16 +215,16 @@ class RouteTable:
         *,
         queue: int = 0,
         latency_ns: int = 0,
-        asked: float = 1.0,
+        demand: float = 1.0,
     ) -> int:
-        """What operations use, as a number. Queues are counted by themselves on each sender's side.
+        """The number of a route. Queues are numbered per sender's side.
 
-        ``asked`` is how much of the sender's and of the receiver's side they take at their full rate, in WHOLE.
+        ``demand`` is the rate that it takes of both sides when nothing slows it down, as a fraction of WHOLE.
         """
         line = NO_RESOURCE
         if sender != NO_RESOURCE or receiver != NO_RESOURCE:
             line = self._queues.setdefault((sender, queue), len(self._queues))
-        units = max(1, round(asked * WHOLE))
+        units = max(1, round(demand * WHOLE))
         return self._routes.setdefault((sender, receiver, line, units, latency_ns), len(self._routes))
 
     @property
@@ -242,16 +239,16 @@ class RouteTable:
         """All routes so far."""
         columns = list(zip(*self._routes, strict=True))
         sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
-        asked, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
-        return Routes(sender, receiver, asked, queue, latency_ns)
+        demand, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
+        return Routes(sender, receiver, demand, queue, latency_ns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Addition:
-    """What was added to a builder: operations from ``first`` on, ``count`` of them, and edges.
+    """What was added to a builder: ``count`` operations from ``first`` on, and edges.
 
-    ``number``, ``duration_ns`` and ``route`` are those of operations that came one by one, ``edges`` the edges out of
-    them, ``after`` where those lead. ``earlier`` are edges (before, after) out of operations that were there before.
+    ``number``, ``duration_ns`` and ``route`` describe operations that were added one by one, ``edges`` their outgoing
+    edges, ``after`` the targets of those. ``earlier`` are edges (before, after) out of earlier operations.
     """
 
     first: int
@@ -270,7 +267,7 @@ class Addition:
         return len(self.edges.spilled) + sum(block.spills for _, block in self.blocks)
 
     def fill(self, into: OperationGraph, spill: int) -> None:
-        """Write the operations, and their edges but for the ``earlier`` ones; what spills from ``spill`` on."""
+        """Write the operations and their edges, except ``earlier`` ones; further successors from ``spill`` on."""
         edges, narrow = self.edges, into.narrow
         into.wide[self.number, DURATION] = self.duration_ns
         narrow[self.number, ROUTE] = self.route
@@ -308,19 +305,19 @@ class OperationGraphBuilder:
         sender: int = NO_RESOURCE,
         receiver: int = NO_RESOURCE,
         queue: int = 0,
-        asked: float = 1.0,
+        demand: float = 1.0,
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
         route = (
             FREE
             if plain
-            else self.routes.number(sender, receiver, queue=queue, latency_ns=latency_ns, asked=asked)
+            else self.routes.number(sender, receiver, queue=queue, latency_ns=latency_ns, demand=demand)
         )
         return self.routed(duration_ns, route, after)
 
     def routed(self, duration_ns: int, route: int, after: Iterable[int] = ()) -> int:
-        """Add an operation that uses what ``route`` says, a number of ``routes``; returns its number."""
+        """Add an operation with ``route``, a number of ``routes``; returns its number."""
         number = self._count
         self._count += 1
         self._number.append(number)
@@ -331,7 +328,7 @@ class OperationGraphBuilder:
         return number
 
     def edge(self, before: int, after: int) -> None:
-        """Have ``after`` wait for ``before``, which is not part of a block."""
+        """Make ``after`` wait for ``before``, which is not part of a block."""
         self._before.append(before)
         self._after.append(after)
 
@@ -343,43 +340,43 @@ class OperationGraphBuilder:
         return base
 
     def decision(self, after: Iterable[int] = ()) -> int:
-        """Add an operation that lasts from when those in ``after`` are done until a decider lets it end."""
+        """Add a decision: it begins when the operations in ``after`` are done, and ends when a decider ends it."""
         return self.routed(0, DECISION, after)
 
     def addition(self) -> Addition:
-        """What was added since ``settle``. Raises OverflowError where operations are more than can be numbered."""
+        """What was added since ``settle``. Raises OverflowError for too many operations."""
         if self._count > MOST_OPERATIONS:
             raise OverflowError(f"{self._count} operations are more than can be numbered")
         number = np.array(self._number, dtype=np.int64)
         before, after = np.array(self._before, dtype=np.int64), np.array(self._after, dtype=np.int64)
-        own = before >= self._first
+        is_new = before >= self._first
         return Addition(
             first=self._first,
             count=self._count - self._first,
             number=number,
             duration_ns=np.array(self._duration_ns, dtype=np.int64),
             route=np.array(self._route, dtype=np.int32),
-            edges=edges_of(np.searchsorted(number, before[own]), after[own], len(number)),
-            after=after[own],
-            earlier=np.stack((before[~own], after[~own]), axis=1),
+            edges=edges_of(np.searchsorted(number, before[is_new]), after[is_new], len(number)),
+            after=after[is_new],
+            earlier=np.stack((before[~is_new], after[~is_new]), axis=1),
             blocks=tuple(self._blocks),
         )
 
     def settle(self) -> None:
-        """Take what was added so far as given: the next ``addition`` begins behind it."""
+        """Start a new addition: the next ``addition`` contains only what is added from now on."""
         self._first = self._count
         for column in (self._number, self._duration_ns, self._route, self._before, self._after):
             del column[:]
         self._blocks.clear()
 
     def close(self) -> OperationGraph:
-        """The graph so far. Raises OverflowError where it has more operations than can be numbered."""
+        """The graph so far. Raises OverflowError for too many operations."""
         assert not self._first, "what is settled is part of another graph"
         addition = self.addition()
         wide, narrow = lines(self._count)
         spilled = np.zeros(addition.spills, dtype=np.int32)
-        made = OperationGraph(
+        graph = OperationGraph(
             wide, narrow, spilled, self.routes.columns(), self.resources, self.routes.queues
         )
-        addition.fill(made, 0)
-        return made
+        addition.fill(graph, 0)
+        return graph

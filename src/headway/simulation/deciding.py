@@ -1,4 +1,4 @@
-"""A graph that grows while it is played: at its decisions somebody is asked what comes next."""
+"""Plays graphs that grow: at every decision, a decider may add operations."""
 
 from __future__ import annotations
 
@@ -23,44 +23,43 @@ from headway.simulation.building import (
 )
 from headway.simulation.engine import PlayedTimes, first_state, play_on, played_times
 
-NEVER_NS = kernel.NEVER  # when what was not played began and ended
+NEVER_NS = kernel.NEVER  # the times of operations that were not played
 
 
 class OperationDecider(Protocol):
-    """Takes the decisions of a graph while it is played. The same moments give the same answers: it must be pure."""
+    """Takes the decisions of a graph while it is played. It must be deterministic."""
 
-    def decide(self, now_ns: int, asked: Sequence[int]) -> Iterable[int]:
-        """Answer at the time ``now_ns``, when the decisions ``asked`` are reached, in the order of their numbers.
+    def decide(self, now_ns: int, reached: Sequence[int]) -> Iterable[int]:
+        """Handle the decisions ``reached`` at ``now_ns``, sorted by number.
 
-        Everything else that happens until ``now_ns`` has happened. Returns the decisions that end now: any of
-        ``asked``, and of earlier ones that were left open. What it adds to the builder of the graph begins now at the
-        earliest; it may wait for, and be waited for by, anything that has not begun. To be asked again later it adds
-        an operation that lasts until then, and a decision behind that. It must not raise for what it cannot decide
-        yet, but leave it open.
+        Everything else up to ``now_ns`` has happened. Returns the decisions that end now: any of ``reached`` or of
+        earlier open ones. Operations that it adds to the graph's builder begin now at the earliest; they may wait for,
+        and be waited for by, anything that has not begun. To be called again later, it adds an operation that lasts
+        until then, followed by a decision. It must leave open, not raise for, what it cannot decide yet.
         """
 
 
 class DeadlockError(ValueError):
-    """Nothing happens any more, and not all is done.
+    """No operation can proceed, but not all are done.
 
-    ``undecided`` are the decisions left open, and since when (ns); ``waiting`` is how many operations are not done.
+    ``undecided`` maps open decisions to when they were reached (ns); ``waiting`` is the number of unfinished operations.
     """
 
     def __init__(self, undecided: Mapping[int, int], waiting: int, who: str = "") -> None:
         self.undecided = undecided
         self.waiting = waiting
         since = ", ".join(f"{number} since {since_ns} ns" for number, since_ns in undecided.items())
-        super().__init__(f"{waiting} operations wait for ever: {who or f'open decisions {since or None}'}")
+        super().__init__(f"{waiting} operations wait forever: {who or f'open decisions {since or None}'}")
 
 
 def play_deciding(
     builder: OperationGraphBuilder, decider: OperationDecider, until_ns: int = NEVER_NS
 ) -> tuple[OperationGraph, PlayedTimes]:
-    """Play what ``builder`` holds and what ``decider`` adds to it; returns the graph in the end, and its times.
+    """Play the graph of ``builder`` and everything that ``decider`` adds; returns the final graph and its times.
 
-    Every operation starts as ``engine.play`` says. From the first decision at or after ``until_ns`` on nothing more is
-    played: what was not reached has the times NEVER_NS. Raises DeadlockError where all that is left waits for a
-    decision that is open or, as in a cycle, for itself; OverflowError where times are out of range.
+    Operations start as in ``engine.play``. Stops at the first decision at or after ``until_ns``; operations that were
+    not reached have the times NEVER_NS. Raises DeadlockError if everything left waits for an open decision or for a
+    cycle; OverflowError if times are out of range.
     """
     growing = GrowingGraph(builder)
     state = first_state(growing.graph)
@@ -72,9 +71,9 @@ def play_deciding(
         now_ns = int(state.counts[kernel.NOW])
         if now_ns >= until_ns:
             return growing.graph, played_times(growing.graph)
-        asked = sorted(state.ready[: state.counts[kernel.DECISIONS]].tolist())
-        open_since_ns |= dict.fromkeys(asked, now_ns)
-        answered = sorted(set(decider.decide(now_ns, asked)))
+        reached = sorted(state.ready[: state.counts[kernel.DECISIONS]].tolist())
+        open_since_ns |= dict.fromkeys(reached, now_ns)
+        answered = sorted(set(decider.decide(now_ns, reached)))
         for number in answered:
             assert number in open_since_ns, "no decision that is open"
             del open_since_ns[number]
@@ -85,9 +84,9 @@ def play_deciding(
 
 
 class GrowingGraph:
-    """The graph of a builder, which takes in what is added to the builder later.
+    """The graph of a builder, extended by later additions to the builder.
 
-    ``graph`` is what it has come to. Its arrays have room to grow; what is played already stays where it is.
+    ``graph`` is its current state. The arrays have room to grow, and played operations keep their rows.
     """
 
     def __init__(self, builder: OperationGraphBuilder) -> None:
@@ -98,7 +97,7 @@ class GrowingGraph:
         self._wide, self._narrow, self._spilled = self.graph.wide, self.graph.narrow, self.graph.spilled
 
     def extended(self, state: kernel.PlayState, answered: Sequence[int]) -> kernel.PlayState:
-        """End the decisions ``answered`` now, and take in what was added; the engine goes on from what is returned."""
+        """End the decisions ``answered`` now and add the new operations; returns the state to continue from."""
         now_ns = int(state.counts[kernel.NOW])
         self.graph.wide[answered, END] = now_ns
         addition = self._builder.addition()
@@ -119,7 +118,7 @@ class GrowingGraph:
         return _answered(_with_queues(state, self.graph.queues), answered)
 
     def _make_room(self, operations: int, spills: int) -> None:
-        """Have ``graph`` so many operations and so much room for successors more."""
+        """Enlarge ``graph`` by ``operations`` rows and ``spills`` places for successors."""
         before, table = self.graph, self._builder.routes
         count, spilled = len(before) + operations, len(before.spilled) + spills
         if count > len(self._wide):
@@ -139,7 +138,7 @@ class GrowingGraph:
         )
 
     def _wait_for_more(self, number: int) -> None:
-        """Have an operation that was there before wait for one operation more."""
+        """Make an earlier operation wait for one more operation."""
         assert self.graph.wide[number, START] == NEVER_NS, "what has begun waits for nothing more"
         self.graph.narrow[number, LEFT] += 1
 
@@ -157,7 +156,7 @@ class GrowingGraph:
 
 
 def _with_queues(state: kernel.PlayState, queues: int) -> kernel.PlayState:
-    """The state with room for queues that are new."""
+    """The state with room for new queues."""
     if (more := queues - len(state.heap)) <= 0:
         return state
     return state._replace(
@@ -168,7 +167,7 @@ def _with_queues(state: kernel.PlayState, queues: int) -> kernel.PlayState:
 
 
 def _answered(state: kernel.PlayState, answered: Sequence[int]) -> kernel.PlayState:
-    """The state in which the decisions ``answered`` are done now."""
+    """The state after ending the decisions ``answered`` now."""
     counts = state.counts
     for number in answered:
         if counts[kernel.TO_BE_DONE] == len(state.done):

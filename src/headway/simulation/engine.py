@@ -1,4 +1,4 @@
-"""The engine: plays a graph of operations. Deterministic; what shares a link gets max-min fair shares of it."""
+"""The simulation engine: plays a graph of operations with max-min fair sharing of links. Deterministic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.arrays import Ints
 from headway.simulation import kernel
 from headway.simulation.building import END, LATEST_NS, START, OperationGraph
 
-WORTH_OPERATIONS = 20_000  # fewer are played before a compiler has been loaded
+WORTH_OPERATIONS = 20_000  # smaller graphs take less time than loading the compiler
 _LOOPS = (
     kernel.push, kernel.drop_first, kernel.grow, kernel.precedes, kernel.settle, kernel.leave_time_ns,
     kernel.proportional, kernel.reach, kernel.grant,
@@ -27,7 +27,7 @@ _LOOPS = (
 
 
 def simulate_for(operations: int) -> Callable[..., kernel.PlayState]:
-    """``kernel.simulate`` for a graph of so many operations: compiled, unless it is small or numba is missing."""
+    """``kernel.simulate`` for a graph of that size: compiled, unless the graph is small or numba is missing."""
     if _compiled.cache_info().currsize == 0 and operations < WORTH_OPERATIONS:
         return kernel.simulate
     return _compiled()
@@ -39,66 +39,65 @@ def _compiled() -> Callable[..., kernel.PlayState]:
         return kernel.simulate
     from numba import njit
 
-    # Loops call each other by their names in a module, which stay Python's: compiled ones get names of their own.
+    # Loops call each other through module globals, so compiled copies get their own globals.
     names: dict[str, Any] = dict(vars(kernel))
     for loop in _LOOPS:
         assert isinstance(loop, FunctionType)
-        own = FunctionType(loop.__code__, names, loop.__name__)
-        own.__module__, own.__qualname__ = loop.__module__, loop.__qualname__
+        copy = FunctionType(loop.__code__, names, loop.__name__)
+        copy.__module__, copy.__qualname__ = loop.__module__, loop.__qualname__
         try:
-            names[loop.__name__] = njit(cache=True)(own)
+            names[loop.__name__] = njit(cache=True)(copy)
         except RuntimeError:  # nowhere to keep it
-            names[loop.__name__] = njit(own)
+            names[loop.__name__] = njit(copy)
     simulate: Callable[..., kernel.PlayState] = names["simulate"]
     return simulate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedTimes:
-    """When each operation started, and when it was done."""
+    """The start and end of each operation."""
 
     start_ns: Ints
     end_ns: Ints
 
 
 def play(graph: OperationGraph) -> PlayedTimes:
-    """Start every operation as soon as what it waits for is done.
+    """Play a graph: every operation starts as soon as everything that it waits for is done.
 
-    One that needs resources first waits for those in front of it in its queue. Then it shares them with the operations
-    of other queues, as connections share links: rates are max-min fair (Bertsekas and Gallager, 1992). So it gets as
-    much as any other on the scarcer of its two resources, and what those leave who are held up elsewhere. Where more
-    than ``kernel.MANY`` hold each other up, all on a resource go on at the same fraction of their full rates instead.
-    One that begins on resources that nobody used for a while is ahead by what these saved meanwhile
-    (``Resources.burst_ns``), and by what others hold back at first who use a part of them (``Resources.window_ns``).
-    Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle
-    or decisions (``deciding.play_deciding`` plays those), OverflowError where times are out of range.
+    An operation with resources first waits for those before it in its queue. Then it shares the resources with other
+    queues, as connections share links, at max-min fair rates (Bertsekas and Gallager, 1992): it gets an equal share of
+    the scarcer of its two resources, plus what operations limited elsewhere leave. If more than ``kernel.MANY``
+    operations are coupled, all on a resource run at the same fraction of their full rates instead. An operation on
+    idle resources starts ahead by the credit that these saved (``Resources.burst_ns``), and by what other traffic has
+    not queued yet (``Resources.window_ns``). Ties are broken by operation numbers. Raises ValueError for a graph with a
+    cycle or with decisions (see ``deciding.play_deciding``), OverflowError if times are out of range.
     """
     if not len(graph):
         nothing = np.zeros(0, dtype=np.int64)
         return PlayedTimes(nothing, nothing)
     counts = play_on(graph, first_state(graph)).counts
     if counts[kernel.STATUS] == kernel.PAUSED:
-        raise ValueError("the graph has decisions, and nobody is there to take them")
+        raise ValueError("the graph has decisions but no decider")
     if missing := len(graph) - int(counts[kernel.PLAYED]):
         raise ValueError(f"the graph has a cycle: {missing} operations wait for each other")
     return played_times(graph)
 
 
 def first_state(graph: OperationGraph) -> kernel.PlayState:
-    """The beginning, when nothing of ``graph`` has been played."""
+    """The state before anything of ``graph`` is played."""
     return kernel.first_state(graph.resources.room, graph.resources.burst_ns, graph.queues)
 
 
 def play_on(graph: OperationGraph, state: kernel.PlayState) -> kernel.PlayState:
-    """Play ``graph`` on from ``state`` to its end or the next decisions, whichever comes first.
+    """Continue to play ``graph`` from ``state`` to its end or the next decisions.
 
-    Raises OverflowError where times are out of range.
+    Raises OverflowError if times are out of range.
     """
-    routes, known = graph.routes, int(state.counts[kernel.KNOWN])
-    longest_ns = max(int(graph.duration_ns[known:].max(initial=0)), int(routes.latency_ns.max()))
+    routes, known_count = graph.routes, int(state.counts[kernel.KNOWN])
+    longest_ns = max(int(graph.duration_ns[known_count:].max(initial=0)), int(routes.latency_ns.max()))
     if longest_ns <= LATEST_NS:
         state = simulate_for(len(graph))(
-            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.asked, routes.queue,
+            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.demand, routes.queue,
             routes.latency_ns, graph.resources.burst_ns, graph.resources.window_ns, graph.resources.changes, state,
         )  # fmt: skip
     if longest_ns > LATEST_NS or state.counts[kernel.STATUS] == kernel.OUT_OF_RANGE:
@@ -107,5 +106,5 @@ def play_on(graph: OperationGraph, state: kernel.PlayState) -> kernel.PlayState:
 
 
 def played_times(graph: OperationGraph) -> PlayedTimes:
-    """When the operations of a graph ran that was just played."""
+    """The times of the operations of a graph that was just played."""
     return PlayedTimes(graph.wide[:, START].copy(), graph.wide[:, END].copy())

@@ -48,7 +48,7 @@ IN_FLIGHT, TO_BE_DONE, TO_BEGIN, NOW, PLAYED, CHANGED, KNOWN, STATUS, DECISIONS,
 # Columns of ``flows``: the head and the last of the queue; the resources of the head, and the queues after and before
 # this one on them, at the sender's end and at the receiver's; how much of them it asks for and gets; its place in the
 # heap; since when its work is right, and when it leaves; which sharing it was part of last.
-HEAD, LAST, SIDE, AFTER, BEFORE, ASKED, GRANTED, PLACE, SINCE, LEAVES, MARK, COLUMNS = (
+HEAD, LAST, SIDE, AFTER, BEFORE, DEMAND, GRANTED, PLACE, SINCE, LEAVES, MARK, COLUMNS = (
     0,
     1,
     2,
@@ -120,11 +120,11 @@ def grow(array: Array) -> Array:
     return grown
 
 
-def precedes(flows: Array, one: int, other: int) -> bool:
+def precedes(flows: Array, queue: int, rival: int) -> bool:
     """Whether the head of one queue leaves before that of another; their numbers decide between equals."""
-    if flows[one, LEAVES] != flows[other, LEAVES]:
-        return bool(flows[one, LEAVES] < flows[other, LEAVES])
-    return bool(flows[one, HEAD] < flows[other, HEAD])
+    if flows[queue, LEAVES] != flows[rival, LEAVES]:
+        return bool(flows[queue, LEAVES] < flows[rival, LEAVES])
+    return bool(flows[queue, HEAD] < flows[rival, HEAD])
 
 
 def settle(flows: Array, heap: Array, size: int, place: int) -> None:
@@ -159,8 +159,8 @@ def leave_time_ns(now: int, rest: float, rate: float) -> int:
 def proportional(queue: int, flows: Array, resources: Array) -> float:
     """The share of its full rate that the scarcer of a queue's resources leaves to all who ask for it."""
     share = 1.0
-    for own in range(2):
-        side = flows[queue, SIDE + own]
+    for end in range(2):
+        side = flows[queue, SIDE + end]
         if side >= 0 and resources[side, LOAD] > resources[side, ROOM]:
             share = min(share, resources[side, ROOM] / resources[side, LOAD])
     return share
@@ -186,8 +186,8 @@ def reach(resource: int, flows: Array, resources: Array, reached: Array, compone
                     flows[queue, MARK], flows[queue, GRANTED] = stamp, -1
                     reached[flow_count] = queue
                     flow_count += 1
-                    for own in range(2):
-                        side = flows[queue, SIDE + own]
+                    for other_end in range(2):
+                        side = flows[queue, SIDE + other_end]
                         if side >= 0 and resources[side, STAMP] != stamp:
                             resources[side, STAMP] = stamp
                             component[resource_count] = side
@@ -204,9 +204,9 @@ def grant(
     for number in range(resource_count):
         resources[component[number], TAKEN] = resources[component[number], RISING] = 0
     for number in range(flow_count):
-        for own in range(2):
-            if flows[reached[number], SIDE + own] >= 0:
-                resources[flows[reached[number], SIDE + own], RISING] += 1
+        for end in range(2):
+            if flows[reached[number], SIDE + end] >= 0:
+                resources[flows[reached[number], SIDE + end], RISING] += 1
     left = flow_count
     while left:
         level = NEVER
@@ -219,14 +219,14 @@ def grant(
                 level = min(level, resources[side, FAIR])
         for number in range(flow_count):
             if flows[reached[number], GRANTED] < 0:
-                level = min(level, flows[reached[number], ASKED])
+                level = min(level, flows[reached[number], DEMAND])
         for number in range(flow_count):
             queue = reached[number]
             if flows[queue, GRANTED] >= 0:
                 continue
-            stays = flows[queue, ASKED] <= level
-            for own in range(2):
-                side = flows[queue, SIDE + own]
+            stays = flows[queue, DEMAND] <= level
+            for end in range(2):
+                side = flows[queue, SIDE + end]
                 stays = stays or (side >= 0 and resources[side, FAIR] <= level)
             if stays:
                 flows[queue, GRANTED] = level
@@ -235,8 +235,8 @@ def grant(
             queue = reached[number]
             if flows[queue, GRANTED] == level and flows[queue, MARK] >= 0:
                 flows[queue, MARK] = -1
-                for own in range(2):
-                    side = flows[queue, SIDE + own]
+                for end in range(2):
+                    side = flows[queue, SIDE + end]
                     if side >= 0:
                         resources[side, TAKEN] += level
                         resources[side, RISING] -= 1
@@ -288,7 +288,7 @@ def reallocate(
     grant(flow_count, resource_count, flows, resources, reached, component)
     for number in range(flow_count):
         queue = reached[number]
-        share = flows[queue, GRANTED] / flows[queue, ASKED]
+        share = flows[queue, GRANTED] / flows[queue, DEMAND]
         in_flight = set_rate(queue, share, now, in_flight, flows, work, heap)
     return in_flight
 
@@ -319,7 +319,7 @@ def spend(queue: int, flows: Array, resources: Array) -> float:
     for end in range(2):
         side = flows[queue, SIDE + end]
         if side >= 0:
-            credit = min(credit, resources[side, SAVED] * (resources[side, USUAL] / flows[queue, ASKED]))
+            credit = min(credit, resources[side, SAVED] * (resources[side, USUAL] / flows[queue, DEMAND]))
     return credit
 
 
@@ -330,11 +330,11 @@ def overtake(queue: int, side: int, flows: Array, work: Array, resources: Array,
     of the rate, and b grows to window * (USUAL / ROOM - 1), where it has no more than ROOM. Integrated over its work.
     """
     share = resources[side, ROOM] / resources[side, USUAL]
-    size = work[queue, REST] * (flows[queue, ASKED] / resources[side, USUAL])
+    size = work[queue, REST] * (flows[queue, DEMAND] / resources[side, USUAL])
     most = window[side] * (1.0 / share - 1.0) - resources[side, HELD]
     ahead = max(0.0, most) * (1.0 - exp(-size * share / window[side]))
     resources[side, HELD] += int(ahead)
-    return float(ahead * (resources[side, USUAL] / flows[queue, ASKED]))
+    return float(ahead * (resources[side, USUAL] / flows[queue, DEMAND]))
 
 
 def start_flow(
@@ -359,11 +359,11 @@ def start_flow(
             if idle and (burst[side] > 0 or window[side] > 0):
                 save(side, now, resources, burst)
             saves = saves and burst[side] > 0 and idle
-            contended = window[side] > 0 and idle and resources[side, ROOM] < flows[queue, ASKED]
+            contended = window[side] > 0 and idle and resources[side, ROOM] < flows[queue, DEMAND]
             if contended and (scarce < 0 or resources[side, ROOM] < resources[scarce, ROOM]):
                 scarce = side
-            resources[side, LOAD] += flows[queue, ASKED]
-            alone = alone and resources[side, LOAD] == flows[queue, ASKED] <= resources[side, ROOM]
+            resources[side, LOAD] += flows[queue, DEMAND]
+            alone = alone and resources[side, LOAD] == flows[queue, DEMAND] <= resources[side, ROOM]
             after = resources[side, end]
             flows[queue, BEFORE + end], flows[queue, AFTER + end] = -1, after
             if after >= 0:
@@ -375,7 +375,7 @@ def start_flow(
         for end in range(2):
             side = flows[queue, SIDE + end]
             if side >= 0:
-                resources[side, SAVED] -= ceil(spent * (flows[queue, ASKED] / resources[side, USUAL]))
+                resources[side, SAVED] -= ceil(spent * (flows[queue, DEMAND] / resources[side, USUAL]))
     if scarce >= 0:
         work[queue, REST] -= overtake(queue, scarce, flows, work, resources, window)
     flows[queue, SINCE] = now
@@ -414,7 +414,7 @@ def end_first_flow(
     for end in range(2):
         side = flows[queue, SIDE + end]
         if side >= 0:
-            resources[side, LOAD] -= flows[queue, ASKED]
+            resources[side, LOAD] -= flows[queue, DEMAND]
             if resources[side, LOAD] == 0:
                 hold(side, now, resources)
             before, after = flows[queue, BEFORE + end], flows[queue, AFTER + end]
@@ -478,7 +478,7 @@ def run(
     spilled: Array,
     sender: Array,
     receiver: Array,
-    asked: Array,
+    demand: Array,
     queue_of: Array,
     latency: Array,
     burst: Array,
@@ -574,7 +574,7 @@ def run(
             work[beginning, REST] = wide[number, DURATION]
             route = narrow[number, ROUTE]
             flows[beginning, SIDE], flows[beginning, SIDE + 1] = sender[route], receiver[route]
-            flows[beginning, ASKED] = asked[route]
+            flows[beginning, DEMAND] = demand[route]
             in_flight = start_flow(
                 beginning, now, in_flight, flows, work, resources, burst, window, heap, reached, component
             )
@@ -643,7 +643,7 @@ def simulate(
     spilled: Array,
     sender: Array,
     receiver: Array,
-    asked: Array,
+    demand: Array,
     queue_of: Array,
     latency: Array,
     burst: Array,
@@ -660,10 +660,10 @@ def simulate(
     has happened.
     """
     state = run(
-        wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, window, changes, state
+        wide, narrow, spilled, sender, receiver, demand, queue_of, latency, burst, window, changes, state
     )
     while state.counts[STATUS] == PAUSED and not are_asked(narrow, state):
         state = run(
-            wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, window, changes, state
+            wide, narrow, spilled, sender, receiver, demand, queue_of, latency, burst, window, changes, state
         )
     return state

@@ -1,1 +1,1 @@
-"""Plays a job: its strategy decides, every rank's steps are laid out and played, with memory and what to expect."""
+"""Simulates a job under a strategy: step times, peak memory, expected gain and its uncertainty, what-ifs."""

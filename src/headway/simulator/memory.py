@@ -1,4 +1,4 @@
-"""How many bytes a rank needs at its peak, by what it holds when."""
+"""Computes the peak memory of every rank of a job."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from headway.strategies.registry import plugin_of
 
 
 def peak_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> int:
-    """The most that one rank of ``job`` holds at once: the most of ``rank_peaks_bytes``."""
+    """The highest peak memory (bytes) of any rank."""
     return max(rank_peaks_bytes(job, strategy, schedule))
 
 
 def rank_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:
-    """The most that a rank of each stage holds; of ranks with several stages, the sum over these, which is no less."""
+    """The peak memory of each rank; for ranks with several stages the sum over them, an upper bound."""
     peaks_bytes = stage_peaks_bytes(job, strategy, schedule)
     if isinstance(schedule, ReplicatedSchedule):
         schedule = schedule.pipeline
     if not isinstance(schedule, PipelineSchedule) or len(schedule.ranks) == schedule.stages:
         return peaks_bytes
     return tuple(
-        sum(own for own, at in zip(peaks_bytes, schedule.rank_of_stage, strict=True) if at == rank)
+        sum(
+            stage_bytes
+            for stage_bytes, at in zip(peaks_bytes, schedule.rank_of_stage, strict=True)
+            if at == rank
+        )
         for rank in range(len(schedule.ranks))
     )
 
 
 def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:
-    """The most that a rank of each stage of ``job`` holds at once.
+    """The peak memory (bytes) of each stage of ``job``.
 
-    Parameters, frozen ones too, buffers, the optimizer's state and what ``strategy`` holds exist all the time. During
-    backward activations are released and gradients are allocated; then the update may need more. If no pass was watched
-    (``ModelSpec.pass_memory``, ``stage_memory``), activations are assumed to be released evenly.
+    Parameters, buffers, the optimizer's state and the strategy's own memory exist all the time. Backward frees
+    activations and allocates gradients; the update may need more. Without measured passes (``ModelSpec.pass_memory``,
+    ``stage_memory``), activations are assumed to be freed evenly.
     """
     plugin = plugin_of(strategy)
     peaks_bytes = []
@@ -50,7 +54,7 @@ def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple
 
 
 def peak_is_rough(job: Job, strategy: Strategy, schedule: Schedule) -> bool:
-    """Whether no pass was watched of some stage: what modules put out stands for what they keep."""
+    """Whether some stage's memory was not measured: sizes of module outputs then stand in for activations."""
     plugin = plugin_of(strategy)
     return any(
         model.pass_memory is None and plugin.peak_bytes(job, schedule, stage) is None

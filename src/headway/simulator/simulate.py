@@ -1,6 +1,6 @@
-"""One job under one strategy, simulated: decided, laid out as a graph of all ranks, and played in time.
+"""Simulates one job under one strategy: decides its schedule, lays out the graph of all ranks, and plays it.
 
-Recordings, workloads that were never run and schedules of a live tuner are all jobs, and are all simulated here.
+Recordings, predicted workloads and a live tuner's schedules are all jobs, and are all simulated here.
 """
 
 from __future__ import annotations
@@ -40,18 +40,16 @@ from headway.strategies.chance import slowed
 from headway.strategies.registry import carried_out_by, plugin_of
 from headway.trace.events import Read
 
-# Folding: ranks that do the same at the same moment are simulated once.
-#
-# Most programs of collectives rotate: shifting every rank by the same number gives the same collective again. So where
-# a plan has no others (``Algorithms.repeat``), and hosts and timelines repeat after some number of ranks as well,
-# whatever happens on one rank happens at the same moment on the one that lies so many further, but for a byte a message
-# where a tensor cannot be cut evenly. The same holds of pipelines side by side that lie on ranks in this way.
+# Folding: ranks that do the same at the same time are simulated once. Most collectives are symmetric under shifting all
+# ranks by the same number (``Algorithms.repeat``). If hosts and timelines also repeat after some number of ranks, ranks
+# that far apart do the same at the same time, up to a byte per message for tensors that do not split evenly. The same
+# holds for replicated pipelines that repeat in this way.
 
 
 def period_of(cluster: Cluster, timelines: int) -> int:
-    """After how many ranks everything repeats: hosts, and ``timelines`` that ranks have in turn.
+    """The number of ranks after which hosts and ``timelines`` (which ranks use in turn) repeat.
 
-    The number of all ranks where nothing does. A single host has no link, and its ranks are alike.
+    It is the world size if nothing repeats. The ranks of a single host are alike.
     """
     world_size = cluster.world_size
     if cluster.traffic or cluster.paths:
@@ -69,9 +67,9 @@ def period_of(cluster: Cluster, timelines: int) -> int:
 
 
 def played_ranks(cluster: Cluster, schedule: Schedule, timelines: int) -> int:
-    """How many ranks are to be played, each for those that do the same at the same moment: all where none do.
+    """The number of ranks to simulate, each standing for those that do the same; all if none do.
 
-    ``timelines`` is the number of those that ranks have in turn. Of pipelines side by side whole ones are played.
+    ``timelines`` is the number of timelines that ranks use in turn. Replicated pipelines are simulated as a whole.
     """
     buckets: Sequence[BucketSchedule] = ()
     if isinstance(schedule, ReplicatedSchedule):
@@ -107,11 +105,11 @@ BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
 def check_size(ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule) -> None:
-    """Refuse what would take too long."""
+    """Raise UserError for a graph that is too large to play."""
     operations = operations_of(ranks, job, strategy, schedule)
     if operations > MAX_OPERATIONS:
         raise UserError(
-            "the replay would be too large",
+            "the replay is too large",
             got=f"about {operations:.1e} operations, {operations * BYTES_AN_OPERATION / 1e9:.0f} GB",
             expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
             fix="Replay fewer workers, or record fewer steps.",
@@ -121,7 +119,7 @@ def check_size(ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy
 def operations_of(
     ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule
 ) -> int:
-    """Roughly how many operations there are: those of each pass's buckets, and of blocking collectives."""
+    """A rough estimate of the number of operations, from buckets and blocking collectives."""
     world_size = job.world_size
     items = collectives = 0
     pieces = plugin_of(strategy).messages(schedule, world_size, job.on.library)
@@ -134,14 +132,14 @@ def operations_of(
             )
         collectives = max(collectives, launched)
     steps = 4 * world_size + 4
-    if isinstance(schedule, ReplicatedSchedule):  # NCCL's own model times what its replicas do as a whole
+    if isinstance(schedule, ReplicatedSchedule):  # NCCL's model times collectives of replicas as a whole
         steps = 3 if job.on.nccl is not None else 4 * len(schedule.pipelines) + 4
     return items + collectives * len(ranks) * steps
 
 
 @contextmanager
 def times_in_range() -> Iterator[None]:
-    """Say in words that times are more than replay can count."""
+    """Turn OverflowError into a UserError: times are out of range."""
     try:
         yield
     except OverflowError:
@@ -158,16 +156,14 @@ LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Poin
 Recorded = Mapping[int, Sequence[Timeline]]
 
 
-# The steps that every rank of a replay takes: its own if it was recorded, otherwise those of recorded ranks.
-#
-# Ranks that were not recorded repeat the recorded ones, but start at another step: if all were in the same step at a
-# time, the slowest of many ranks would never be slower than the slowest of the recorded ones.
+# Ranks that were not recorded repeat the steps of recorded ones, but start at another step. If all were in the same step,
+# the slowest of many ranks would never be slower than the slowest recorded one.
 
 
 def draws_of(job: Job, strategy: Strategy, schedule: Schedule) -> int:
-    """How often the recorded ranks are drawn, each time from another step on, before they repeat.
+    """How many times recorded ranks are repeated with another first step before ranks repeat exactly.
 
-    As often as the workers of ``job`` need and as there are steps, where so many ranks can be played in good time.
+    As often as the job's workers need and there are recorded steps, within MOST_OPERATIONS.
     """
     recorded, cluster = job.steps.timelines, job.on
     rounds = -(-cluster.world_size // len(recorded))
@@ -188,39 +184,41 @@ def ranks_of(
     warm_up_steps: int = 1,
     incidents: Incidents = Incidents(),  # noqa: B008
 ) -> list[list[Timeline]]:
-    """One list of timelines per rank, whose computation takes ``factors`` times as long.
+    """The timelines of every rank, with computation times multiplied by ``factors``.
 
-    Some of the steps are slow by chance, by ``incidents``. The first of them is repeated ``warm_up_steps`` times.
+    ``incidents`` slow down random steps. The first step is repeated ``warm_up_steps`` times.
     """
     names = sorted(recorded)
     ranks = []
     for rank, factor in enumerate(factors):
         timelines = recorded.get(rank) or recorded[names[rank % len(names)]]
         first = 0 if rank in recorded else rank // len(names) % draws
-        own = [*timelines[first:], *timelines[:first]]
+        steps = [*timelines[first:], *timelines[:first]]
         if factor != 1.0:
-            own = [timeline.scaled(factor) for timeline in own]
+            steps = [timeline.scaled(factor) for timeline in steps]
         if incidents.slow_share:
             share, slow = incidents.slow_share, incidents.slow_factor
-            own = [each.scaled(slowed(share, slow, 0, rank, step)) for step, each in enumerate(own)]
-        ranks.append([own[0]] * warm_up_steps + own)
+            steps = [
+                timeline.scaled(slowed(share, slow, 0, rank, step)) for step, timeline in enumerate(steps)
+            ]
+        ranks.append([steps[0]] * warm_up_steps + steps)
     return ranks
 
 
 def may_fold(recorded: Recorded) -> bool:
-    """Whether rank ``r`` takes the steps of rank ``r`` modulo the number of recorded ranks."""
-    if any(item.members for own in recorded.values() for timeline in own for item in timeline.items):
+    """Whether rank ``r`` repeats the steps of recorded rank ``r % recorded ranks``."""
+    if any(item.members for steps in recorded.values() for timeline in steps for item in timeline.items):
         return False
     return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
 
 
 def _launches(item: Item) -> bool:
-    """Whether something may be communicated at it: to read gradients may take gathers."""
+    """Whether communication may start at ``item``; reading gradients may need gathers."""
     return item.kind in LAUNCHING or (item.kind == Part.READ and item.name != Read.VALUES)
 
 
 def _alike(recorded: Recorded) -> bool:
-    """Whether all steps launch the same, so that ranks may be in different ones at a time."""
+    """Whether all steps launch the same communication, so that ranks may be in different steps."""
     launches = {
         tuple(sorted((item.kind, item.name, item.size_bytes) for item in timeline.items if _launches(item)))
         for timelines in recorded.values()
@@ -231,10 +229,9 @@ def _alike(recorded: Recorded) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The simulation of a job: the graph as built, and when its operations ran.
+    """The simulation of a job: the graph, and the times of its operations.
 
-    ``played`` says when they ran; ``operations`` is their number, and laying them out and simulating them took
-    ``elapsed_s``.
+    ``operations`` is their number; building and playing the graph took ``elapsed_s``.
     """
 
     job: Job
@@ -251,7 +248,7 @@ class Simulation:
 
     @cached_property
     def step_times_ns(self) -> npt.NDArray[np.float64]:
-        """For each step that counts and that all ranks come to the end of, its mean length over ranks."""
+        """The time of each counted step that all ranks finish, averaged over ranks."""
         steps = self.graph.common_steps[self.first_step - 1 :]
         ends_ns = np.array([self.played.end_ns[self.graph.boundaries[step]] for step in steps])
         lengths: npt.NDArray[np.float64] = np.diff(ends_ns, axis=0).mean(axis=1)
@@ -264,7 +261,7 @@ class Simulation:
 
     @cached_property
     def step_ms(self) -> float:
-        """The mean over the steps that count, and over ranks."""
+        """The mean step time over counted steps and ranks."""
         return float(np.mean(self.step_times_ms))
 
     def duration_ns(self, span: ComputeSpan) -> int:
@@ -273,7 +270,7 @@ class Simulation:
 
     @cached_property
     def waiting_ms(self) -> float:
-        """The time in which ranks did not compute, as they waited, averaged over steps and ranks."""
+        """The time per step in which ranks wait instead of computing, averaged over steps and ranks."""
         common, boundaries = self.graph.common_steps, self.graph.boundaries
         spans = (span for span in self.graph.spans if self.first_step <= span.step <= common[-1])
         computed_ns = sum(map(self.duration_ns, spans))
@@ -284,24 +281,24 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> int | None:
-        """The most that one rank holds at once; None where nothing is known of parameters."""
+        """The highest peak memory of any rank; None if the job's parameters are unknown."""
         peaks_bytes = self.peaks_bytes
         return None if peaks_bytes is None else max(peaks_bytes)
 
     @cached_property
     def peaks_bytes(self) -> tuple[int, ...] | None:
-        """The same of a rank of each stage, or of each rank that has several."""
+        """The peak memory of each stage, or of each rank if ranks have several stages."""
         if not self.job.has_parameters:
             return None
         return rank_peaks_bytes(self.job, self.strategy, self.graph.schedule)
 
     @cached_property
     def peak_is_rough(self) -> bool:
-        """Whether these peaks are of a job whose memory was not watched."""
+        """Whether the peaks are rough because memory was not measured."""
         return peak_is_rough(self.job, self.strategy, self.graph.schedule)
 
     def rank_peak_bytes(self, rank: int) -> int | None:
-        """The most that ``rank`` holds at once: that of its stages, where it has some of its own."""
+        """The peak memory of ``rank``, from its own stages in a pipeline."""
         peaks_bytes, schedule = self.peaks_bytes, self.graph.schedule
         if (
             peaks_bytes is None
@@ -314,18 +311,18 @@ class Simulation:
 
 
 class Simulator:
-    """Simulates jobs, and keeps the resources of the last: most plans are tried on one cluster."""
+    """Simulates jobs; reuses the cluster's resources of the last one, because most plans are tried on one cluster."""
 
     def __init__(self) -> None:
         self._resources: ClusterResources | None = None
 
     def simulate(self, job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
-        """Play ``job`` under ``strategy``: every step that it knows of, after a warm-up.
+        """Simulate all steps of ``job`` under ``strategy``, after a warm-up.
 
-        Ranks that do the same at the same moment are played once, unless ``fold`` is False.
+        Ranks that do the same at the same time are simulated once, unless ``fold`` is False.
 
-        Raises PlanError where the strategy does not fit the model, UserError where the graph would be too large or
-        times are out of range.
+        Raises PlanError if the strategy does not fit the model, UserError if the graph is too large or times are out of
+        range.
         """
         begun = time.perf_counter()
         job = in_whole_periods(job, strategy)
@@ -352,12 +349,12 @@ class Simulator:
         schedule = decided(strategy, job)
         serving = schedule.serving if isinstance(schedule, BucketSchedule) else EVENLY
         cluster = cluster.with_server_hosts(serving.hosts or 0)
-        known = computation.timelines
+        recorded = computation.timelines
         draws = draws_of(job, strategy, schedule)
-        alike = fold and not computation.rank_factors and not job.incidents.slow_share and may_fold(known)
-        period = played_ranks(cluster, schedule, draws * len(known)) if alike else cluster.world_size
+        alike = fold and not computation.rank_factors and not job.incidents.slow_share and may_fold(recorded)
+        period = played_ranks(cluster, schedule, draws * len(recorded)) if alike else cluster.world_size
         factors = (computation.factor_of(rank) for rank in range(period))
-        ranks = ranks_of(known, draws, factors, computation.warm_up_steps, job.incidents)
+        ranks = ranks_of(recorded, draws, factors, computation.warm_up_steps, job.incidents)
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
@@ -373,44 +370,44 @@ class Simulator:
 
 
 def in_whole_periods(job: Job, strategy: Strategy) -> Job:
-    """``job`` with as many steps as make up whole periods of ``strategy``, which most repeat in every step."""
+    """``job`` with steps repeated to fill whole periods of ``strategy``; most have a period of one step."""
     if strategy.repeats_after == 1:
         return job
     return replace(job, computation=job.steps.in_periods_of(strategy.repeats_after))
 
 
 def check_dimension(job: Job, strategy: Strategy) -> None:
-    """Raise PlanError where ``strategy`` trains whole models and the model of ``job`` is cut into stages."""
+    """Raise PlanError if ``strategy`` needs whole models and the model of ``job`` is split into stages."""
     if len(job.stages) > 1 and not fits(job, type(strategy)):
         raise PlanError(
-            "this strategy trains a whole model on every rank",
-            got=f"{strategy.describe()}, and a model that is cut into {len(job.stages)} stages",
+            "this strategy needs the whole model on every rank",
+            got=f"{strategy.describe()}, and a model split into {len(job.stages)} stages",
             expected="a pipeline",
         )
 
 
 def check_members_stay(job: Job, strategy: Strategy) -> None:
-    """Raise UnsupportedError where ranks of ``job`` die or join, and ``strategy`` has all finish steps together."""
+    """Raise UnsupportedError if ranks of ``job`` die or join under a synchronous strategy."""
     if job.incidents.change_members:
         raise UnsupportedError(
-            "ranks finish their steps together under this strategy: a death would stop the job, and nobody can join it",
+            "this strategy cannot lose or gain ranks: all ranks finish each step together",
             got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
-            expected="a strategy whose ranks go on without each other, such as partial-all-reduce",
-            fix="Leave dies: and joins: out, or replay such a plan.",
+            expected="a strategy that tolerates missing ranks, such as partial-all-reduce",
+            fix="Remove dies: and joins:, or replay a plan with such a strategy.",
         )
 
 
 def check_lives_through(job: Job, strategy: Strategy) -> None:
-    """Raise UnsupportedError where the simulation of ``strategy`` over a time, if it has one, knows no incidents."""
+    """Raise UnsupportedError if the job has incidents that an asynchronous strategy's simulation does not support."""
     plugin = plugin_of(strategy)
     if job.incidents.are_there and plugin.has_horizon and not plugin.simulates_incidents:
         raise UnsupportedError(
-            "no random slowdowns, deaths or joins are simulated under this strategy",
+            "cannot simulate random slowdowns, deaths or joins under this strategy",
             got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
-            expected="partial-all-reduce, or for slowdowns a strategy whose ranks finish steps together",
+            expected="partial-all-reduce; for slowdowns also a synchronous strategy",
         )
 
 
 def simulate(job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
-    """Play ``job`` under ``strategy`` once. Raises as ``Simulator.simulate`` does."""
+    """Simulate ``job`` under ``strategy`` once. Raises as ``Simulator.simulate`` does."""
     return Simulator().simulate(job, strategy, fold=fold)

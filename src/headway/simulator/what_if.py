@@ -1,4 +1,4 @@
-"""What-ifs: how a cluster and the recorded computation would differ."""
+"""Parses ``--what-if`` and applies it to jobs: changes to the cluster, to computation times, and incidents."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ LARGEST = 1e6  # factor
 
 
 def incidents_of(texts: Iterable[str]) -> tuple[Incidents, list[str]]:
-    """What ``texts`` say of incidents, and those that are about something else. Raises UserError."""
-    found, others = Incidents(), []
+    """The incidents in ``texts``, and the remaining texts. Raises UserError."""
+    incidents, remaining = Incidents(), []
     for text in texts:
-        said = _with_incident(text, found)
-        if said is None:
-            others.append(text)
+        changed = _with_incident(text, incidents)
+        if changed is None:
+            remaining.append(text)
         else:
-            found = said
-    if (rank := found.twice()) is not None:
+            incidents = changed
+    if (rank := incidents.twice()) is not None:
         raise UserError(
-            f"--what-if: rank {rank} dies or joins twice, one time after the other", got=", ".join(found.describe()),
+            f"--what-if: rank {rank} dies or joins twice in a row", got=", ".join(incidents.describe()),
             expected="a death between two joins, and a join between two deaths",
         )  # fmt: skip
-    return found, others
+    return incidents, remaining
 
 
-def _with_incident(text: str, known: Incidents) -> Incidents | None:
-    """``known`` and what ``text`` says; None where it says nothing of that kind. Raises UserError."""
+def _with_incident(text: str, incidents: Incidents) -> Incidents | None:
+    """``incidents`` plus the one in ``text``; None if ``text`` is not an incident. Raises UserError."""
     key, equals, value = text.partition("=")
     what, _, whose = key.partition(":")
     if what == SLOWDOWN:
-        if known.slow_share:
+        if incidents.slow_share:
             raise UserError(f"--what-if {SLOWDOWN} is given twice", got=repr(text), expected="one of them")
         share = _SHARE.fullmatch(whose)
         if not equals or share is None or not 0 < float(share[1]) <= 100:
@@ -56,7 +56,7 @@ def _with_incident(text: str, known: Incidents) -> Incidents | None:
             raise UserError(
                 f"--what-if {key} is out of range", got=f"{factor:g}x", expected=f"at most {LARGEST:g}x"
             )
-        return replace(known, slow_share=float(share[1]) / 100, slow_factor=factor)
+        return replace(incidents, slow_share=float(share[1]) / 100, slow_factor=factor)
     if what not in (DIES, JOINS) or ":" not in key:
         return None
     read = None if equals else _RANK_AT.fullmatch(whose)
@@ -71,8 +71,8 @@ def _with_incident(text: str, known: Incidents) -> Incidents | None:
         raise UserError(f"--what-if {what} is out of range", got=read[2], expected=f"1 ns to {LONGEST_S:g} s")
     event = (round(time_s * 1e9), int(read[1]))
     if what == DIES:
-        return replace(known, deaths=(*known.deaths, event))
-    return replace(known, joins=(*known.joins, event))
+        return replace(incidents, deaths=(*incidents.deaths, event))
+    return replace(incidents, joins=(*incidents.joins, event))
 
 
 MAX_WORKERS = 65_536
@@ -88,14 +88,13 @@ UP, DOWN = "up", "down"
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Multipliers on what was recorded, and another number of workers, or of workers per host.
+    """Factors on the recorded cluster and computation, another number of workers, other traffic, and incidents.
 
-    ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time that computation takes (0.5
-    means devices twice as fast). ``link_factors`` multiplies the rate of single links, by the name of their host
-    and their direction ("up" or "down"), ``rank_factors`` the time that computation takes on single ranks,
-    ``kernel_factors`` that of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is
-    what others send over the same links, in addition to the cluster's, ``incidents`` what the job lives through. Each
-    worker keeps its batch if their number changes.
+    ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` computation times (0.5: devices twice as
+    fast). ``link_factors`` multiplies single links by (host, "up" or "down"), ``rank_factors`` the computation times of
+    single ranks, ``kernel_factors`` those of operators, kernels or modules that match a pattern (``fnmatch``).
+    ``traffic`` is additional traffic of other jobs, ``incidents`` are slowdowns, deaths and joins. Each worker keeps its
+    batch if the number of workers changes.
     """
 
     bandwidth: float = 1.0
@@ -111,15 +110,15 @@ class WhatIf:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
-        """Read ``K=V`` texts; factors of repeated keys multiply. Raises UserError for what cannot be read."""
+        """Parse ``K=V`` texts; factors of repeated keys multiply. Raises UserError for invalid texts."""
         factors = {"bandwidth": 1.0, "latency": 1.0, "compute": 1.0}
         link_factors: dict[tuple[str, str], float] = {}
         rank_factors: dict[int, float] = {}
         workers = workers_a_host = None
         traffic: list[Traffic] = []
         kernel_factors: dict[str, float] = {}
-        incidents, others = incidents_of(texts)
-        for text in others:
+        incidents, remaining = incidents_of(texts)
+        for text in remaining:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
             if equals and key == "workers":
@@ -144,8 +143,8 @@ class WhatIf:
                 source, target = whose.split(":")
                 traffic.append(_traffic(source, target, value))
             else:
-                known = (*factors, "workers", "kernels", "traffic", "dies", "joins", "random-slowdown")
-                fix = "" if what in known else did_you_mean(what, known)
+                keys = (*factors, "workers", "kernels", "traffic", "dies", "joins", "random-slowdown")
+                fix = "" if what in keys else did_you_mean(what, keys)
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS, fix=fix)
         for named, factor in (
             *factors.items(),
@@ -170,9 +169,9 @@ class WhatIf:
         )
 
     def rewrite(self, job: Job) -> Job:
-        """``job`` under this what-if; one what-if after the other multiplies.
+        """``job`` under this what-if; repeated what-ifs multiply.
 
-        Raises UserError for hosts and ranks that it does not have, TraceError for kernels that were not recorded.
+        Raises UserError for unknown hosts and ranks, TraceError for kernels that were not recorded.
         """
         computation = job.steps
         if self.kernel_factors:
@@ -187,23 +186,23 @@ class WhatIf:
         return replace(self, incidents=self.incidents.without_members())
 
     def apply(self, cluster: Cluster) -> Cluster:
-        """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
+        """The cluster under this what-if. Raises UserError for unknown hosts and ranks."""
         changed = cluster.scaled(bandwidth=self.bandwidth, latency=self.latency, host=self.compute)
         if self.workers is not None:
             changed = changed.resized(self.workers, self.workers_a_host)
         names = {host.name for host in changed.hosts}
-        asked = [("bandwidth", name) for name, _ in self.link_factors]
-        asked += [("traffic", name) for each in self.traffic for name in (each.source, each.target)]
-        for key, name in asked:
+        named_hosts = [("bandwidth", name) for name, _ in self.link_factors]
+        named_hosts += [("traffic", name) for flow in self.traffic for name in (flow.source, flow.target)]
+        for key, name in named_hosts:
             if name not in names:
-                known = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
-                raise UserError(f"--what-if {key}: there is no such host", got=repr(name), expected=known)
+                hosts = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
+                raise UserError(f"--what-if {key}: unknown host", got=repr(name), expected=hosts)
         named = [("compute", rank) for rank in self.rank_factors]
         named += [("dies or joins", rank) for rank in sorted(self.incidents.ranks)]
         for key, rank in named:
             if rank >= changed.world_size:
                 expected = f"0 to {changed.world_size - 1}"
-                raise UserError(f"--what-if {key}: there is no such rank", got=rank, expected=expected)
+                raise UserError(f"--what-if {key}: unknown rank", got=rank, expected=expected)
         return changed.model_copy(
             update={
                 "hosts": tuple(map(self._linked, changed.hosts)) if self.link_factors else changed.hosts,
@@ -216,8 +215,8 @@ class WhatIf:
         return host.model_copy(update={"up_gbps": host.up_gbps * up, "down_gbps": host.down_gbps * down})
 
     def describe(self) -> str:
-        """Say in words what differs; empty where nothing does."""
-        said = [
+        """Describe the changes; empty if there are none."""
+        changes = [
             f"{what} {factor:g} times the recorded"
             for what, factor in (
                 ("bandwidth", self.bandwidth),
@@ -232,15 +231,16 @@ class WhatIf:
             )
             if factor != 1.0
         ]
-        said += [
-            f"others' {format_rate(each.gbps)} from {each.source} to {each.target}" for each in self.traffic
+        changes += [
+            f"other traffic of {format_rate(flow.gbps)} from {flow.source} to {flow.target}"
+            for flow in self.traffic
         ]
         if self.workers is not None:
-            said.append(
+            changes.append(
                 counted(self.workers, "worker")
                 + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
             )
-        return ", ".join((*said, *self.incidents.describe()))
+        return ", ".join((*changes, *self.incidents.describe()))
 
 
 def _links(whose: str) -> list[tuple[str, str]]:
@@ -252,7 +252,7 @@ def _links(whose: str) -> list[tuple[str, str]]:
 
 
 def _traffic(source: str, target: str, value: str) -> Traffic:
-    """Read ``RATE`` or ``RATE@START-END``."""
+    """Parse ``RATE`` or ``RATE@START-END``."""
     rate, at, when = value.partition("@")
     start, dash, end = when.partition("-")
     if at and not (dash and start and end):
@@ -267,13 +267,13 @@ def _traffic(source: str, target: str, value: str) -> Traffic:
 
 
 def _parse_workers(value: str) -> tuple[int, int | None]:
-    """Read ``N``, or ``HOSTSxN``: workers in all, and on each host where that is said."""
-    hosts, times, each = value.partition("x")
-    parts = [hosts, each] if times else [value]
+    """Parse ``N`` or ``HOSTSxN``: the number of workers, and per host in the second form."""
+    hosts, times, per_host = value.partition("x")
+    parts = [hosts, per_host] if times else [value]
     if all(part.isdecimal() and len(part) < 8 for part in parts):
         workers = int(parts[0]) * int(parts[-1]) if times else int(value)
-        if 1 <= workers <= MAX_WORKERS and (not times or int(each) <= MAX_WORKERS_A_HOST):
-            return workers, int(each) if times else None
+        if 1 <= workers <= MAX_WORKERS and (not times or int(per_host) <= MAX_WORKERS_A_HOST):
+            return workers, int(per_host) if times else None
     raise UserError(
         "--what-if workers cannot be read", got=repr(value),
         expected=f"a number from 1 to {MAX_WORKERS}, or HOSTSxN with at most {MAX_WORKERS_A_HOST} a host",

@@ -79,7 +79,7 @@ def test_pipelines() -> None:
 def test_refusals() -> None:
     with pytest.raises(PlanError, match="it counts elements"):
         megatron.settings(asked("decoupled", traced=False))
-    with pytest.raises(PlanError, match="Give micro_batches"):
+    with pytest.raises(PlanError, match="Set micro_batches"):
         megatron.settings(piped(micro_batches=None))
     for name in ("partial-all-reduce",):
         with pytest.raises(PlanError, match="Megatron has no settings for this plan"):

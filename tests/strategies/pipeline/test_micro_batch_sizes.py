@@ -9,7 +9,7 @@ import pytest
 from headway.graph.computation import Computation, Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import HalvedBackward, ModelSpec, ParameterSpec, StageMemory
-from headway.strategies.pipeline.micro_batch_sizes import between, counts_between, unlike
+from headway.strategies.pipeline.micro_batch_sizes import counts_between, first_difference, interpolated
 from headway.strategies.pipeline.stage_times import StageTimes, micro_batches
 
 BATCH, STAGES = 48, 2
@@ -46,7 +46,7 @@ def a_job(count: int, constant_ns: int = 1000, sample_ns: int = 100) -> Job:
 @pytest.mark.parametrize("count", [3, 4, 6, 8, 12, 16])
 def test_what_is_affine_is_found_again(count: int) -> None:
     """Times, memory and messages are what a recording of that number would have had."""
-    found, expected = between(a_job(2), a_job(24), count).job, a_job(count)
+    found, expected = interpolated(a_job(2), a_job(24), count).job, a_job(count)
     assert micro_batches(found.steps) == count
     for rank, own in expected.steps.timelines.items():
         for one, other in zip(found.steps.timelines[rank], own, strict=True):
@@ -62,10 +62,12 @@ def test_what_is_affine_is_found_again(count: int) -> None:
 
 def test_how_far_times_may_be_off() -> None:
     """Nothing where a pass takes so much a sample, and at most what larger or smaller micro-batches leave open."""
-    assert between(a_job(2, constant_ns=0), a_job(8, constant_ns=0), 4).share == pytest.approx(0, abs=1e-3)
-    constant = between(a_job(2, sample_ns=0), a_job(8, sample_ns=0), 4)
+    assert interpolated(a_job(2, constant_ns=0), a_job(8, constant_ns=0), 4).share == pytest.approx(
+        0, abs=1e-3
+    )
+    constant = interpolated(a_job(2, sample_ns=0), a_job(8, sample_ns=0), 4)
     assert constant.share == pytest.approx(0, abs=1e-3)
-    mixed = between(a_job(2, 2400, 100), a_job(8, 2400, 100), 4)
+    mixed = interpolated(a_job(2, 2400, 100), a_job(8, 2400, 100), 4)
     taken, least, most = 2400 + 1200, max(2400 + 600, (2400 + 2400) / 2), min(2400 + 2400, 2 * (2400 + 600))
     assert mixed.share == pytest.approx(max(taken - least, most - taken) / taken)
 
@@ -80,13 +82,17 @@ def test_numbers_that_certainly_split_the_batch() -> None:
 
 def test_what_differs_is_named() -> None:
     job = a_job(4)
-    assert unlike(job, a_job(8)) is None
+    assert first_difference(job, a_job(8)) is None
     other = replace(a_job(8), boundary_bytes=(8 * BATCH,))
-    assert (unlike(job, other) or ("",))[0] == "the batch, by what stages hand on of all of it"
+    assert (first_difference(job, other) or ("",))[0] == "the batch, by what stages hand on of all of it"
     larger = job.stages[0].model_copy(
         update={"parameters": (ParameterSpec(name="v", shape=(5,), dtype="float32", module=""),)}
     )
-    what, mine, others = unlike(job, replace(a_job(8), stages=(job.stages[0], larger))) or ("", "", "")
+    what, mine, others = first_difference(job, replace(a_job(8), stages=(job.stages[0], larger))) or (
+        "",
+        "",
+        "",
+    )
     assert what == "the parameters of stages"
     assert "1 parameters in 20 bytes" in others
     assert "20 bytes" not in mine

@@ -53,8 +53,12 @@ def test_what_it_decides() -> None:
 def test_what_it_refuses() -> None:
     job = a_job()
     for strategy, of, said in (
-        (PipelineStrategy(micro_batches=2), Job.of(MODEL), "cut into stages"),
-        (PipelineStrategy(), Job((MODEL, MODEL), 2, boundary_bytes=(1,)), "how many micro-batches"),
+        (PipelineStrategy(micro_batches=2), Job.of(MODEL), "split into stages"),
+        (
+            PipelineStrategy(),
+            Job((MODEL, MODEL), 2, boundary_bytes=(1,)),
+            "number of micro-batches is unknown",
+        ),
         (
             PipelineStrategy(order="kfkb", group_size=3, receive_buffers=2),
             job,
@@ -65,12 +69,12 @@ def test_what_it_refuses() -> None:
             strategy.decide(of)
     with pytest.raises(ValueError, match="group_size is an option of the order kfkb"):
         PipelineStrategy(group_size=2)
-    with pytest.raises(UserError, match="wrapped as a pipeline"):
+    with pytest.raises(UserError, match="unsplit module as a pipeline"):
         plugin_named("pipeline").wrap(None, PipelineStrategy())  # type: ignore[arg-type]
 
 
 def test_a_whole_model_cannot_be_trained_in_stages_nor_stages_as_a_whole() -> None:
-    with pytest.raises(PlanError, match="cut into 4 stages"):
+    with pytest.raises(PlanError, match="split into 4 stages"):
         simulate(a_job(), DistributedDataParallelStrategy())
 
 

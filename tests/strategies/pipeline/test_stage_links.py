@@ -109,7 +109,9 @@ def test_why_nothing_is_known() -> None:
     assert why_not_split(UNEVEN) == ""
     assert "several stages" in why_not_split(UNEVEN, stages_a_rank=2)
     assert "replicas" in why_not_split(UNEVEN, replicas=2)
-    assert "hand on" in why_not_split((UNEVEN[0].model_copy(update={"chain": None}), UNEVEN[1]))
+    assert "tensors between modules" in why_not_split(
+        (UNEVEN[0].model_copy(update={"chain": None}), UNEVEN[1])
+    )
     refused = UNEVEN[0].model_copy(update={"chain": Chain(why_not="they run compiled")})
     assert why_not_split((refused, UNEVEN[1])) == "stage 0: they run compiled"
     chain = UNEVEN[1].chain

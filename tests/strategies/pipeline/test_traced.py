@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import PlanError, UnsupportedError, UserError
-from headway.strategies.pipeline.traced import TracedCut, traced_cut
+from headway.strategies.pipeline.cutting import TracedCut, traced_cut
 
 CPU = torch.device("cpu")
 
@@ -175,14 +175,14 @@ def decides(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        (decides, "cannot be traced: it decides by the value of a tensor"),
-        (lambda self, x: self.b(x * x.max().item()), "decides by the value of a tensor"),
-        (lambda self, x: self.b(x * random.random()), "draws random numbers of Python or numpy"),
-        (assigns, "assigns attributes, which recorded calls would not; got model.found"),
+        (decides, "cannot be traced: it branches on the value of a tensor"),
+        (lambda self, x: self.b(x * x.max().item()), "branches on the value of a tensor"),
+        (lambda self, x: self.b(x * random.random()), "draws random numbers with Python or numpy"),
+        (assigns, "assigns attributes, which the stages would not; got model.found"),
         (changes_a_buffer, "changes a parameter or a buffer between modules; got steps"),
-        (checkpoints_a_function, "passes on a function of its own"),
-        (remembers, "passes on an object that keeps tensors .*; got Memory"),
-        (lambda self, x: (self.b(x), self.a.bias), "returns a tensor that it has not computed"),
+        (checkpoints_a_function, "passes on a closure or a function with default arguments"),
+        (remembers, "passes on an object that holds tensors .*; got Memory"),
+        (lambda self, x: (self.b(x), self.a.bias), "returns a tensor that it did not compute"),
         (lambda self, x: self.b(self.missing(x)), "failed on tensors without values; got AttributeError"),
     ],
 )  # fmt: skip
@@ -216,7 +216,7 @@ def test_a_stage_may_change_what_it_is_given_unless_another_tensor_has_its_memor
 
     model = Odd(odd)
     if is_refused:
-        with pytest.raises(UnsupportedError, match="together with a tensor of the same memory; got act"):
+        with pytest.raises(UnsupportedError, match="another received tensor shares its memory; got act"):
             cut(model, ("act",), example=rows())
         return
     found = cut(model, ("act",), example=rows())
@@ -289,11 +289,11 @@ def test_the_default_cut_looks_into_what_is_large() -> None:
     [
         (("transformer.g.1",), 2, "that the model does not have; got transformer.g.1; expected .*transformer.h.1"),
         (("transformer.h",), 2, "a module that forward does not call; got transformer.h; expected .*transformer.h.0"),
-        (("transformer.h.3", "transformer.h.1"), 3, "do not cut the model into as many stages"),
-        (("transformer.h.1",), 3, "do not cut the model into as many stages .* expected 2 modules"),
-        (("transformer.wte",), 2, "a stage would have no parameters to train; got stage 0"),
-        (("transformer.drop", "transformer.h.0"), 3, "a stage would have no parameters to train; got stage 1"),
-        ((), 40, "too few places where one tensor is handed on .* Give split_points, of transformer.wpe"),
+        (("transformer.h.3", "transformer.h.1"), 3, "do not give one stage per rank"),
+        (("transformer.h.1",), 3, "do not give one stage per rank; .* expected 2 modules"),
+        (("transformer.wte",), 2, "a stage has no parameters to train; got stage 0"),
+        (("transformer.drop", "transformer.h.0"), 3, "a stage has no parameters to train; got stage 1"),
+        ((), 40, "too few places where a single tensor passes on; .* Choose split_points from transformer.wpe"),
     ],
 )  # fmt: skip
 def test_points_at_which_no_stage_can_begin_are_refused(
@@ -305,7 +305,7 @@ def test_points_at_which_no_stage_can_begin_are_refused(
 
 def test_calls_of_pipe_split_have_to_be_as_many_as_stages() -> None:
     model = made(lambda: GPT(GPTConfig(splits=True)))
-    with pytest.raises(PlanError, match=r"calls of pipe_split\(\) do not cut it .* got 2 calls; expected 1"):
+    with pytest.raises(PlanError, match=r"pipe_split\(\) calls do not give one stage per rank; got 2 calls; expected 1"):
         cut(model, stages=2)
     assert cut(model, stages=3).stages_of("transformer.h.2.ln_1.weight") == (1,)
     assert cut(model, ("transformer.h.2",)).stages_of("transformer.h.2.ln_1.weight") == (1,), (
@@ -323,7 +323,7 @@ def test_what_several_stages_would_keep_statistics_of_is_refused() -> None:
             found: torch.Tensor = self.a(self.b(self.a(x)))
             return found
 
-    with pytest.raises(UnsupportedError, match="several stages call keeps statistics"):
+    with pytest.raises(UnsupportedError, match="several stages call a module with running statistics"):
         cut(Shared().double(), ("b",), example=images(4))
 
 
@@ -359,12 +359,12 @@ def test_an_evaluation_that_hands_on_something_else_is_said() -> None:
             return found + y if self.training else found
 
     said = cut(Wider(), ("b",), example=rows()).not_evaluated
-    assert "hand on other tensors in evaluation than in training" in said
+    assert "exchange different tensors in evaluation than in training" in said
 
 
 @pytest.mark.parametrize("example", [tokens(5), torch.tensor(1.0), {}, (tokens(4), tokens(6))])
 def test_examples_that_do_not_split_are_refused(example: Any) -> None:
-    with pytest.raises(UserError, match="example_batch does not split into micro-batches of one size"):
+    with pytest.raises(UserError, match="cannot split example_batch into micro-batches of equal size"):
         cut(made(GPT), ("transformer.h.2",), example=example)
 
 
@@ -373,5 +373,7 @@ def test_models_of_dtensors_are_refused() -> None:
 
     model = made(GPT)
     model.register_buffer("sharded", torch.zeros(2).as_subclass(DTensorLike))
-    with pytest.raises(UnsupportedError, match="a model of DTensors is not cut into stages; got sharded"):
+    with pytest.raises(
+        UnsupportedError, match="cannot split a model with DTensor parameters into stages; got sharded"
+    ):
         cut(model, ("transformer.h.2",))

@@ -1,1 +1,1 @@
-"""Pipelines: in which order ranks take micro-batches through the stages of a model, and what they send each other."""
+"""Pipeline schedules: the order of micro-batches on every rank, and the messages between ranks."""

@@ -1,9 +1,8 @@
-"""The known orders of pipelines, as schedules: GPipe, 1F1B, kFkB, eager, interleaved and looped ones, and zero-bubble.
+"""Builds the published pipeline schedules: GPipe, 1F1B, kFkB, eager 1F1B, zero-bubble, interleaved and looped.
 
-Interleaved and looped ones have several stages a rank. They differ in how many forwards a stage runs ahead of its
-backwards, which is what it holds of activations, and so in how late a transfer may come before it is waited for. A rank
-posts as many receives of a neighbour as a group has members: with fewer, ranks could wait for each other for ever where
-a send waits for its receive.
+Interleaved and looped schedules have several stages per rank. Schedules differ in how many forwards a stage runs ahead of
+its backwards: that determines its activation memory and how much transfer time is hidden. A rank posts as many receives
+per neighbour as a group has micro-batches; with fewer, ranks could deadlock if sends wait for receives.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> PipelineSchedul
 
 
 def grouped(stages: int, micro_batches: int, size: int) -> PipelineSchedule:
-    """kFkB (Ada-Grouper, arXiv 2303.01675): 1F1B of groups of ``size`` micro-batches, the last of which may be smaller.
+    """kFkB (Ada-Grouper, arXiv 2303.01675): 1F1B of groups of ``size`` micro-batches; the last group may be smaller.
 
-    While one micro-batch of a group travels, the stage computes the others of it. Stage ``s`` holds the activations of
+    While one micro-batch of a group is sent, the stage computes the next ones. Stage ``s`` holds the activations of
     at most ``min(micro_batches, size * (stages - s))`` micro-batches. A group of one is 1F1B, one of all is GPipe.
     Raises ValueError for fewer than one stage, micro-batch or member of a group.
     """
@@ -47,14 +46,14 @@ def eager_one_forward_one_backward(stages: int, micro_batches: int) -> PipelineS
     ValueError for fewer than one stage or micro-batch.
     """
     _check(stages, micro_batches)
-    groups = [range(each, each + 1) for each in range(micro_batches)]
+    groups = [range(micro_batch, micro_batch + 1) for micro_batch in range(micro_batches)]
     return _alternating(groups, [2 * (stages - stage) - 1 for stage in range(stages)], micro_batches)
 
 
 def zero_bubble(stages: int, micro_batches: int) -> PipelineSchedule:
-    """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B whose backwards are halved, so that weights fill what was idle.
+    """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with split backwards, whose weight gradients fill idle time.
 
-    Stage ``s`` puts the gradients of weights off by ``s`` micro-batches, until all stages hold the activations of
+    Stage ``s`` defers weight gradients by ``s`` micro-batches, so that all stages hold the activations of
     ``min(micro_batches, stages)``. Raises ValueError for fewer than one stage or micro-batch.
     """
     _check(stages, micro_batches)
@@ -89,19 +88,19 @@ def interleaved(ranks: int, stages_a_rank: int, micro_batches: int) -> PipelineS
     rounds = range(0, micro_batches, ranks)
 
     def of_rank(rank: int) -> Iterator[Action]:
-        own = range(rank, ranks * stages_a_rank, ranks)
-        forward = [(s, m) for first in rounds for s in own for m in range(first, first + ranks)]
-        backward = [(s, m) for first in rounds for s in reversed(own) for m in range(first, first + ranks)]
+        stages = range(rank, ranks * stages_a_rank, ranks)
+        forward = [(s, m) for first in rounds for s in stages for m in range(first, first + ranks)]
+        backward = [(s, m) for first in rounds for s in reversed(stages) for m in range(first, first + ranks)]
         ahead = (
             2 * (ranks - rank - 1) + (stages_a_rank - 1) * ranks + 1 if stages_a_rank > 1 else ranks - rank
         )
         return _in_turn(
-            [[Action(Pass.FORWARD, *each)] for each in forward],
-            [[Action(Pass.BACKWARD, *each)] for each in backward],
+            [[Action(Pass.FORWARD, *place)] for place in forward],
+            [[Action(Pass.BACKWARD, *place)] for place in backward],
             ahead,
         )
 
-    # Both neighbours of a rank may be one: what it sends forward and back comes in one order.
+    # With two ranks both neighbours are the same rank, which receives activations and gradients in one sequence.
     return PipelineSchedule(
         tuple(tuple(of_rank(rank)) for rank in range(ranks)), micro_batches, receive_buffers=2
     )
@@ -116,11 +115,11 @@ def looped(ranks: int, stages_a_rank: int, micro_batches: int) -> PipelineSchedu
     _check(ranks * stages_a_rank, micro_batches)
 
     def of_rank(rank: int) -> Iterator[Action]:
-        own = range(rank, ranks * stages_a_rank, ranks)
-        for stage in own:
-            yield from (Action(Pass.FORWARD, stage, each) for each in range(micro_batches))
-        for stage in reversed(own):
-            yield from (Action(Pass.BACKWARD, stage, each) for each in range(micro_batches))
+        stages = range(rank, ranks * stages_a_rank, ranks)
+        for stage in stages:
+            yield from (Action(Pass.FORWARD, stage, micro_batch) for micro_batch in range(micro_batches))
+        for stage in reversed(stages):
+            yield from (Action(Pass.BACKWARD, stage, micro_batch) for micro_batch in range(micro_batches))
 
     ranked = tuple(tuple(of_rank(rank)) for rank in range(ranks))
     return PipelineSchedule(ranked, micro_batches, receive_buffers=micro_batches)
@@ -132,12 +131,12 @@ def _check(stages: int, micro_batches: int) -> None:
 
 
 def _alternating(groups: Sequence[range], ahead: Sequence[int], micro_batches: int) -> PipelineSchedule:
-    """Stage ``s`` runs ``ahead[s]`` groups' forwards first, then a group's backwards and one's forwards in turn."""
+    """Stage ``s`` runs the forwards of ``ahead[s]`` groups, then alternates a group's backwards and the next forwards."""
 
     def of_stage(stage: int) -> Iterator[Action]:
         return _in_turn(
-            [[Action(Pass.FORWARD, stage, each) for each in group] for group in groups],
-            [[Action(Pass.BACKWARD, stage, each) for each in group] for group in groups],
+            [[Action(Pass.FORWARD, stage, micro_batch) for micro_batch in group] for group in groups],
+            [[Action(Pass.BACKWARD, stage, micro_batch) for micro_batch in group] for group in groups],
             ahead[stage],
         )
 
@@ -162,9 +161,9 @@ ORDERS: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "eager-1f1b": eager_one_forward_one_backward,
     "zero-bubble": zero_bubble,
 }
-"""Orders of one stage a rank by name, each made of a number of stages and one of micro-batches."""
+"""Orders with one stage per rank: name -> function of (stages, micro_batches)."""
 LOOPED_ORDERS: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
     "interleaved": interleaved,
     "looped": looped,
 }
-"""Orders of several, each made of a number of ranks, one of stages a rank and one of micro-batches."""
+"""Orders with several stages per rank: name -> function of (ranks, stages per rank, micro_batches)."""

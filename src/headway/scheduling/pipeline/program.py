@@ -1,7 +1,7 @@
-"""Programs: all that a rank of a pipeline does in one step and in which order, its messages included.
+"""Compiles a pipeline schedule into each rank's program: its passes, sends and receives of one step, in order.
 
-One program is carried out live and laid out in replay. Receives are posted before they are needed, so that a message
-travels while other micro-batches are computed, and a send is never waited for before the end of the step.
+The live runtime and the replay carry out the same program. Receives are posted before they are needed, so that messages
+travel while other micro-batches are computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 
 
 class Message(NamedTuple):
-    """What ``of`` computed, an activation or the gradient of one, on its way to the rank that needs it."""
+    """The result of the action ``of``, an activation or its gradient, sent to the rank that needs it."""
 
     of: Action
     sender: int
@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
     @property
     def to_stage(self) -> int:
-        """The stage that needs it."""
+        """The stage that receives it."""
         return self.of.stage + (-1 if self.is_gradient else 1)
 
     @property
@@ -36,7 +36,7 @@ class Message(NamedTuple):
         return min(self.of.stage, self.to_stage)
 
     def needed_by(self, schedule: PipelineSchedule) -> Action:
-        """The first action of its receiver that needs it."""
+        """The first action of the receiver that needs it."""
         if not self.is_gradient:
             return Action(Pass.FORWARD, self.to_stage, self.of.micro_batch)
         return schedule.first_of_backward(self.to_stage, self.of.micro_batch)
@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
 
 def message_of(schedule: PipelineSchedule, action: Action) -> Message | None:
-    """What another rank needs of ``action``; None where none does."""
+    """The message that ``action`` sends to another rank, or None."""
     if action.kind is Pass.WEIGHT_GRADIENT:
         return None
     target = action.stage + (1 if action.kind is Pass.FORWARD else -1)
@@ -57,7 +57,7 @@ def message_of(schedule: PipelineSchedule, action: Action) -> Message | None:
 
 
 def message_for(schedule: PipelineSchedule, action: Action) -> Message | None:
-    """What ``action`` needs of another rank; None where what it needs was computed on its own."""
+    """The message from another rank that ``action`` needs, or None."""
     for need in schedule.needs(action):
         message = message_of(schedule, need)
         if message is not None and message.to_stage == action.stage:
@@ -66,27 +66,27 @@ def message_for(schedule: PipelineSchedule, action: Action) -> Message | None:
 
 
 class Post(NamedTuple):
-    """A rank begins to receive ``message``, into memory of its own."""
+    """Post the receive of ``message``."""
 
     message: Message
 
 
 class Await(NamedTuple):
-    """A rank goes on when ``message``, whose receive it has posted, has arrived."""
+    """Wait until ``message``, whose receive was posted, has arrived."""
 
     message: Message
 
 
 class Send(NamedTuple):
-    """A rank begins to send ``message``, which it has computed."""
+    """Begin to send ``message``."""
 
     message: Message
 
 
 class ComputeAndSend(NamedTuple):
-    """A rank computes ``action``, and begins to send ``message`` within it, once that is computed.
+    """Compute ``action``, and begin to send ``message`` as soon as it is computed.
 
-    It ends with what replicas of the stage do about the gradients of its parameters, which ``message`` does not need.
+    ``action`` ends with the gradient reduction among the stage's replicas, for which ``message`` need not wait.
     """
 
     action: Action
@@ -94,7 +94,7 @@ class ComputeAndSend(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The memory of ``message`` may go: what has just arrived was sent after its receiver had needed it."""
+    """Free the memory of a sent ``message``: the last arrival shows that its receiver has used it."""
 
     message: Message
 
@@ -105,23 +105,23 @@ Instruction = Action | ComputeAndSend | Post | Await | Send | Release
 def program_of(
     schedule: PipelineSchedule, rank: int, replicated: Collection[int] = ()
 ) -> tuple[Instruction, ...]:
-    """What ``rank`` does in a step, where stages that are ``replicated`` add up gradients in their last backward.
+    """The program of ``rank`` for a step; ``replicated`` stages reduce gradients in their last backward.
 
-    It has at most ``schedule.receive_buffers`` messages of each sender posted that have not been needed yet, or as many
-    as it takes to get at one that is needed. Of each sender they are posted in the order in which they are sent: that
-    alone tells them apart on a network without tags. Sends that nothing comes back for end with the step.
+    At most ``schedule.receive_buffers`` unneeded receives are posted per sender, or as many as are needed to reach a
+    needed one. They are posted in the order of the sends, because messages have no tags. Sends without a reply end with
+    the step.
     """
     return tuple(_program(schedule, rank, last_backwards(schedule, rank, replicated)))
 
 
 def last_backwards(schedule: PipelineSchedule, rank: int, stages: Collection[int]) -> frozenset[Action]:
     """The last whole backward of each of ``stages`` that ``rank`` has."""
-    found = {
+    last_of_stage = {
         action.stage: action
         for action in schedule.ranks[rank]
         if action.kind is Pass.BACKWARD and action.stage in stages
     }
-    return frozenset(found.values())
+    return frozenset(last_of_stage.values())
 
 
 def _program(schedule: PipelineSchedule, rank: int, reducing: frozenset[Action]) -> Iterator[Instruction]:
@@ -138,36 +138,38 @@ def _program(schedule: PipelineSchedule, rank: int, reducing: frozenset[Action])
             yield from queue.until(needed)
             yield Await(needed)
             yield from queue.fill()
-            mine = sent[needed.sender]
-            while mine and mine[0][0] <= places[needed.of]:
-                yield Release(mine.popleft()[1])
-        made = message_of(schedule, action)
-        if made and action in reducing:
-            yield ComputeAndSend(action, made)
+            unreleased = sent[needed.sender]
+            while unreleased and unreleased[0][0] <= places[needed.of]:
+                yield Release(unreleased.popleft()[1])
+        message = message_of(schedule, action)
+        if message and action in reducing:
+            yield ComputeAndSend(action, message)
         else:
             yield action
-        if made:
+        if message:
             if action not in reducing:
-                yield Send(made)
-            sent[made.receiver].append((places[made.needed_by(schedule)], made))
+                yield Send(message)
+            sent[message.receiver].append((places[message.needed_by(schedule)], message))
 
 
 class _Receives:
-    """What one sender sends one receiver: what is still to be posted, and what is posted and not needed yet."""
+    """The receives from one sender: those still to be posted, and those posted but not needed yet."""
 
     def __init__(self, schedule: PipelineSchedule, sender: int, receiver: int) -> None:
         sent = (message_of(schedule, action) for action in schedule.ranks[sender])
-        self._to_post = deque(each for each in sent if each is not None and each.receiver == receiver)
+        self._to_post = deque(
+            message for message in sent if message is not None and message.receiver == receiver
+        )
         self._posted: set[Message] = set()
         self._most = schedule.receive_buffers
 
     def fill(self) -> Iterator[Post]:
-        """Post as many as there is room for."""
+        """Post receives up to the buffer limit."""
         while self._to_post and len(self._posted) < self._most:
             yield self._post()
 
     def until(self, needed: Message) -> Iterator[Post]:
-        """Post ``needed`` and what is sent before it; it takes no room any more."""
+        """Post receives up to ``needed``, which then frees its place."""
         while needed not in self._posted:
             yield self._post()
         self._posted.remove(needed)

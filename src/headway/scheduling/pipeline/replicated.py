@@ -1,4 +1,4 @@
-"""Pipelines side by side: each trains on a part of the batch, and the replicas of a stage add up its gradients."""
+"""Replicated pipelines: each trains on part of the batch, and replicas of a stage reduce its gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from headway.scheduling.pipeline.schedule import PipelineSchedule
 
 @dataclass(frozen=True)
 class ReplicatedSchedule:
-    """``pipelines[p][r]`` is the rank of the job that does what rank ``r`` of ``pipeline`` does, in pipeline ``p``.
+    """Several pipelines with the same schedule: job rank ``pipelines[p][r]`` acts as rank ``r`` of pipeline ``p``.
 
-    ``buckets[s]`` are those in which the replicas of stage ``s`` add up gradients, from its last backward on, as the
-    strategy named ``reduced_by`` does. Raises ValueError unless every rank is in one place of one pipeline, and every
-    stage has its buckets.
+    Replicas of stage ``s`` reduce gradients in ``buckets[s]``, from its last backward on, by the strategy
+    ``reduced_by``. Raises ValueError unless every rank has exactly one position and every stage has buckets.
     """
 
     pipeline: PipelineSchedule
@@ -27,14 +26,14 @@ class ReplicatedSchedule:
         ranks = sorted(rank for pipeline in self.pipelines for rank in pipeline)
         if ranks != list(range(len(ranks))):
             raise ValueError("a rank is in no pipeline, or in several")
-        if any(len(own) != len(self.pipeline.ranks) for own in self.pipelines):
+        if any(len(members) != len(self.pipeline.ranks) for members in self.pipelines):
             raise ValueError(f"every pipeline has {len(self.pipeline.ranks)} ranks")
         if len(self.buckets) != self.pipeline.stages:
             raise ValueError(f"buckets of {len(self.buckets)} stages, of {self.pipeline.stages}")
 
     @cached_property
     def place_of(self) -> dict[int, tuple[int, int]]:
-        """Of each rank of the job, its pipeline and its rank in that."""
+        """For each job rank, its pipeline and its rank in that."""
         return {rank: (p, r) for p, pipeline in enumerate(self.pipelines) for r, rank in enumerate(pipeline)}
 
     def replicas_of(self, stage: int) -> tuple[int, ...]:
@@ -49,16 +48,16 @@ class ReplicatedSchedule:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches each pipeline has in a step."""
+        """The number of micro-batches of each pipeline per step."""
         return self.pipeline.micro_batches
 
     @property
     def parts(self) -> str:
-        """What it cuts a step into, in words."""
+        """The parts of a step, in words."""
         return f"{len(self.pipelines)} x {self.pipeline.parts}"
 
     @property
     def collectives(self) -> int:
-        """How many messages and collectives a step has: fewer are less risk."""
+        """The number of messages and collectives per step: fewer mean less risk."""
         reduced = sum(len(bucket.buckets) for bucket in self.buckets)
         return self.pipeline.collectives * len(self.pipelines) + reduced

@@ -1,7 +1,7 @@
-"""Pipeline schedules: what every rank computes in which order, for the micro-batches of one step.
+"""Pipeline schedules: the order of passes on every rank for the micro-batches of one step; bubbles and pictures of them.
 
-Transfers follow from it: what a stage computes goes to the next one, its gradient comes back. A rank does its actions
-in their order, each as soon as what it needs has arrived.
+Transfers follow from the order: activations go to the next stage, gradients come back. A rank runs its actions in order,
+each as soon as its inputs have arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Pass(enum.Enum):
-    """What is computed of a stage: forward, all of backward, or one of its halves (zero-bubble schedules)."""
+    """A pass through a stage: forward, backward, or one half of a split backward (zero-bubble schedules)."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -37,11 +37,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """``ranks[r]`` are the actions of rank ``r`` of each pipeline, in their order; ``micro_batches`` are one step's.
+    """``ranks[r]`` are the actions of rank ``r`` in order, for ``micro_batches`` per step.
 
-    A rank has receives of up to ``receive_buffers`` messages of each sender posted before it needs them. Raises
-    ValueError unless every micro-batch goes once through every stage, forward before backward, each stage has one rank,
-    and the order leaves nobody waiting for ever, however slow transfers are.
+    A rank posts up to ``receive_buffers`` receives per sender in advance. Raises ValueError unless every micro-batch
+    passes once through every stage, each stage is on one rank, and the order is free of deadlocks.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -58,8 +57,8 @@ class PipelineSchedule:
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank that computes each stage."""
-        found = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
-        return tuple(found[stage] for stage in sorted(found))
+        rank_of = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return tuple(rank_of[stage] for stage in sorted(rank_of))
 
     @property
     def stages(self) -> int:
@@ -68,22 +67,22 @@ class PipelineSchedule:
 
     @property
     def transfers(self) -> int:
-        """How many messages pass between ranks in one step, activations and gradients."""
+        """The number of messages between ranks per step, activations and gradients."""
         hops = zip(self.rank_of_stage, self.rank_of_stage[1:], strict=False)
-        return 2 * self.micro_batches * sum(one != other for one, other in hops)
+        return 2 * self.micro_batches * sum(sender != receiver for sender, receiver in hops)
 
     @property
     def parts(self) -> str:
-        """What it cuts a step into, in words."""
+        """The parts of a step, in words."""
         return f"{self.micro_batches} micro-batches through {self.stages} stages"
 
     @property
     def collectives(self) -> int:
-        """How many transfers a step has: fewer are less risk."""
+        """The number of transfers per step: fewer mean less risk."""
         return self.transfers
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """What must be done, on whatever rank, before ``action`` may begin, besides what its own rank does before."""
+        """The actions, on any rank, whose results ``action`` needs."""
         kind, stage, micro_batch = action
         if kind is Pass.FORWARD:
             if stage:
@@ -96,7 +95,7 @@ class PipelineSchedule:
                 yield self.first_of_backward(stage + 1, micro_batch)
 
     def most_in_flight(self, rank: int, stage: int | None = None) -> int:
-        """The most micro-batches of which ``rank`` holds activations at a time, over all of its stages or of one."""
+        """The peak number of micro-batches whose activations ``rank`` holds, over all its stages or one."""
         most = held = 0
         for action in self.ranks[rank]:
             if stage not in (None, action.stage):
@@ -109,7 +108,7 @@ class PipelineSchedule:
         return most
 
     def first_of_backward(self, stage: int, micro_batch: int) -> Action:
-        """What computes the gradient of what went into ``stage``: all of backward, or its first half."""
+        """The action that computes the input gradient of ``stage``: a whole backward, or its first half."""
         half = Action(Pass.INPUT_GRADIENT, stage, micro_batch)
         return half if half in self._places else Action(Pass.BACKWARD, stage, micro_batch)
 
@@ -134,8 +133,8 @@ class PipelineSchedule:
                     [Pass.FORWARD, Pass.BACKWARD],
                     [Pass.FORWARD, Pass.INPUT_GRADIENT, Pass.WEIGHT_GRADIENT],
                 ):
-                    said = ", ".join(kind.name for kind in kinds) or "nothing"
-                    raise ValueError(f"micro-batch {micro_batch} goes through stage {stage} as {said}")
+                    passes = ", ".join(kind.name for kind in kinds) or "nothing"
+                    raise ValueError(f"micro-batch {micro_batch} goes through stage {stage} as {passes}")
                 expected += len(kinds)
                 ranks |= {places[Action(kind, stage, micro_batch)] for kind in kinds}
             if len(ranks) > 1:
@@ -144,7 +143,7 @@ class PipelineSchedule:
             raise ValueError(f"an action is of a micro-batch that is not below {self.micro_batches}")
 
     def _stuck(self) -> list[Action]:
-        """What ranks stand at for ever: nothing, where every action comes about."""
+        """The actions at which ranks deadlock; empty if all actions complete."""
         done: set[Action] = set()
         at = [0] * len(self.ranks)
         waiting: dict[Action, list[int]] = {}
@@ -165,23 +164,18 @@ class PipelineSchedule:
 
 @dataclass(frozen=True)
 class RecordedPipelineSchedule(PipelineSchedule):
-    """The order of a recording, whose messages stand where they were recorded rather than where a program has them."""
+    """The order of a recording; messages stay where they were recorded instead of following a program."""
 
 
 UNITS: Mapping[Pass, int] = {
     Pass.FORWARD: 1, Pass.BACKWARD: 2, Pass.INPUT_GRADIENT: 1, Pass.WEIGHT_GRADIENT: 1,
 }  # fmt: skip
-"""The usual ratio: both halves of backward take as long as forward."""
-
-
-# When a schedule's actions run where every pass takes a known time and transfers take none: for pictures and orders.
-#
-# What a real network makes of a schedule is for a replay to say.
+"""The usual ratio: each half of a backward takes as long as a forward."""
 
 
 @dataclass(frozen=True)
 class IdealTimes:
-    """``begins[action]`` and ``ends[action]`` in the units that passes were given in; ``order`` is by their begins."""
+    """The times of actions without transfer times, in the units of the passes; ``order`` is sorted by begin."""
 
     order: tuple[Action, ...]
     begins: Mapping[Action, int]
@@ -189,17 +183,17 @@ class IdealTimes:
 
     @property
     def total(self) -> int:
-        """When the last action ends."""
+        """The end of the last action."""
         return max(self.ends.values())
 
 
 def ideal_times(schedule: PipelineSchedule, units: Mapping[Pass, int] = UNITS) -> IdealTimes:
-    """Every action as early as its rank and what it needs permit. ``units`` are how long passes take, of any stage."""
+    """Run every action as early as possible; ``units`` are the durations of passes, equal for all stages."""
     return times_without_messages(schedule, lambda action: units[action.kind])
 
 
 def times_without_messages(schedule: PipelineSchedule, duration_of: Callable[[Action], int]) -> IdealTimes:
-    """The same where every action takes a time of its own."""
+    """Run every action as early as possible, with a duration per action and instant transfers."""
     begins: dict[Action, int] = {}
     ends: dict[Action, int] = {}
     order: list[Action] = []
@@ -209,7 +203,7 @@ def times_without_messages(schedule: PipelineSchedule, duration_of: Callable[[Ac
     heap: list[tuple[int, int]] = []
 
     def look(rank: int) -> None:
-        """Have the next action of ``rank`` begin when it can, or be looked at again when what it lacks is done."""
+        """Queue the next action of ``rank``, or wait for the first input that it lacks."""
         if at[rank] == len(schedule.ranks[rank]):
             return
         action = schedule.ranks[rank][at[rank]]
@@ -229,23 +223,23 @@ def times_without_messages(schedule: PipelineSchedule, duration_of: Callable[[Ac
         order.append(action)
         free[rank] = ends[action]
         at[rank] += 1
-        for other in (rank, *waiting.pop(action, ())):
-            look(other)
+        for waiting_rank in (rank, *waiting.pop(action, ())):
+            look(waiting_rank)
     return IdealTimes(tuple(order), begins, ends)
 
 
 def bubble(schedule: PipelineSchedule, units: Mapping[Pass, int] = UNITS) -> float:
-    """The share of all ranks' time that they wait in, where transfers take no time: 0 for a pipeline of one rank."""
+    """The fraction of all ranks' time that is idle, with instant transfers; 0 for a single rank."""
     times = ideal_times(schedule, units)
     busy = sum(units[action.kind] for action in times.order)
     return 1 - busy / (times.total * len(schedule.ranks))
 
 
 def picture(schedule: PipelineSchedule, units: Mapping[Pass, int] = UNITS) -> str:
-    """The schedule as it would run where transfers take no time; dots are waiting.
+    """Draw the schedule with instant transfers; dots are idle time.
 
-    Cells are F (forward), B (backward), I and W (its halves: gradients of inputs and of weights), each with the number
-    of its micro-batch, and before it that of its stage where ranks have several.
+    Cells are F (forward), B (backward), I and W (its halves: input and weight gradients), followed by the micro-batch,
+    and preceded by the stage if ranks have several.
     """
     times = ideal_times(schedule, units)
     several = schedule.stages > len(schedule.ranks)

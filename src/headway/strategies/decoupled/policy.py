@@ -22,7 +22,7 @@ from headway.scheduling.buckets import (
     forward_gather_order,
     group_by_size,
     make_buckets,
-    whole,
+    whole_parameter,
 )
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
@@ -113,7 +113,7 @@ class DecoupledStrategy(Strategy):
             groups = self._looked_up(model)
         else:
             runs = group_by_size(model.ready_parameters(), self.bucket_cap_bytes)
-            groups = [[whole(parameter) for parameter in run] for run in runs]
+            groups = [[whole_parameter(parameter) for parameter in run] for run in runs]
         buckets = make_buckets(groups, model)
         _refuse(
             "only gradients of real numbers can be cast",
@@ -207,7 +207,7 @@ def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:
 
 
 def _text(part: Part, model: ModelSpec) -> str:
-    if part == whole(model.by_name[part.parameter]):
+    if part == whole_parameter(model.by_name[part.parameter]):
         return part.parameter
     return f"{part.parameter}[{part.start}:{part.end}]"
 
@@ -218,7 +218,7 @@ def _parse(text: str, model: ModelSpec) -> Part:
     if name not in model.by_name:
         _refuse("plan buckets name parameters the model lacks", [name])
     if match is None:
-        return whole(model.by_name[name])
+        return whole_parameter(model.by_name[name])
     part = Part(name, int(match["start"]), int(match["end"]))
     if not part.start < part.end <= model.by_name[name].numel:
         _refuse("a plan bucket names elements its parameter does not have", [text])

@@ -1,6 +1,6 @@
-"""A model in one piece as the job of its pipelines: cut into stages, with the times of its layers for micro-batches.
+"""Builds the job of pipelines from an unsplit model: splits its layers into stages and scales their times.
 
-A layer's time is taken to be in proportion to the size of a micro-batch.
+A layer's time is assumed to be proportional to the micro-batch size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.strategies.pipeline.stage_times import Split, SplitLayer
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """One step of a worker that trains the whole model: its layers in the order of forward, and what is around them.
+    """One step of a worker that trains the whole model: its layers in forward order, and the time around them.
 
     ``loss_ns`` lies between forward and backward, ``rest_ns`` outside of both; updating all parameters takes
     ``optimizer_ns``.
@@ -37,9 +37,9 @@ class LayerStep:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model that can be cut: ``steps(worker)`` are those that a worker would take with all of it.
+    """A model that can be split; ``steps(worker)`` are the steps of a worker that trains all of it.
 
-    ``aliases`` are other names that layers have for parameters of ``spec``.
+    ``aliases`` maps other names that layers use for parameters to their names in ``spec``.
     """
 
     spec: ModelSpec
@@ -58,7 +58,7 @@ class CutModel:
 
 
 def split_layers(model: CutModel, layers: Sequence[LayerTimes], share: float) -> tuple[SplitLayer, ...]:
-    """``layers`` with the times of a micro-batch, which is ``share`` of a worker's batch."""
+    """``layers`` with the times and sizes of a micro-batch, a fraction ``share`` of a worker's batch."""
     return tuple(
         SplitLayer(
             layer.module,
@@ -75,9 +75,9 @@ def split_layers(model: CutModel, layers: Sequence[LayerTimes], share: float) ->
 def places(
     cluster: Cluster, layers: Sequence[SplitLayer], stages: int, replicas: int, micro_batches: int
 ) -> Iterator[tuple[dict[str, int], tuple[int, ...]]]:
-    """Meshes worth a replay, with the order of hosts: which workers have which stage.
+    """Yield the meshes that are worth a replay, each with an order of hosts.
 
-    ``layers`` are of a micro-batch; a rank of a pipeline has several of its ``stages`` where these are more than ranks.
+    ``layers`` are those of a micro-batch; with more ``stages`` than ranks, a rank has several.
     """
     ranks = cluster.world_size // replicas
     cut_bytes = sorted(layer.cut_bytes for layer in layers if layer.cut_bytes)
@@ -97,7 +97,7 @@ def places(
         if replicas == 1 and stages == ranks and len(as_they_are) <= EXACT:
             order = place(
                 [demand.busy_ns] * len(as_they_are),
-                lambda _stage, one, other: ways.message_ns(one, other, demand.message_bytes),
+                lambda _stage, sender, receiver: ways.message_ns(sender, receiver, demand.message_bytes),
                 micro_batches,
             ).workers
         else:
@@ -112,12 +112,12 @@ def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
 
 
 def passing(cluster: Cluster, ranks: Sequence[int]) -> Callable[[int, int], float]:
-    """How long a message of so many bytes takes from a stage to the next, or back; ``ranks`` have stages in turn."""
+    """A function (stage, bytes) -> ns: the time of a message to the next stage or back, if ``ranks`` take turns."""
     ways, host_of_rank = Ways(cluster), cluster.host_of_rank
 
     def passing_ns(stage: int, size_bytes: int) -> float:
-        one, other = (host_of_rank[ranks[at % len(ranks)]] for at in (stage, stage + 1))
-        return max(ways.message_ns(one, other, size_bytes), ways.message_ns(other, one, size_bytes))
+        here, there = (host_of_rank[ranks[at % len(ranks)]] for at in (stage, stage + 1))
+        return max(ways.message_ns(here, there, size_bytes), ways.message_ns(there, here, size_bytes))
 
     return passing_ns
 
@@ -131,11 +131,11 @@ def cut_job(
     workers: Sequence[int] = (),
     known_ranks: int | None = None,
 ) -> Job:
-    """The job of pipelines of these stages along ``mesh``, on ``cluster``, whose rank ``r`` computes as worker ``r``.
+    """Build the job of pipelines with these stages along ``mesh`` on ``cluster``.
 
-    Where ``workers`` are given, rank ``r`` computes as ``workers[r]``. Each pipeline of S stages trains on S workers'
-    batches; where there are more stages than ranks, stage ``s`` is on rank ``s`` modulo their number. Where only the
-    first ``known_ranks`` are known, the others compute as these in turn.
+    Rank ``r`` computes like worker ``workers[r]`` (by default ``r``). A pipeline of S ranks trains on the batches of S
+    workers; with more stages than ranks, stage ``s`` is on rank ``s % ranks``. If only the first ``known_ranks`` are
+    known, the remaining ranks repeat them in turn.
     """
     stages = len(cut.ends)
     share = mesh[PIPELINE] / micro_batches
@@ -162,23 +162,23 @@ def cut_job(
     )
 
 
-def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
-    """The model of a stage; parameters that layers of several stages use are in each of them."""
+def _stage(model: CutModel, layer_indices: range, share: float) -> ModelSpec:
+    """The model of a stage; parameters shared between stages belong to each of them."""
     spec, layers = model.spec, model.layers
     by_name: dict[str, ParameterSpec] = {}
-    for index in own:
+    for index in layer_indices:
         for name in layers[index].parameters:
-            known = model.aliases.get(name, name)
-            by_name.setdefault(known, spec.by_name[known].model_copy(update={"name": name}))
+            canonical = model.aliases.get(name, name)
+            by_name.setdefault(canonical, spec.by_name[canonical].model_copy(update={"name": name}))
     parameters = tuple(by_name.values())
     part = sum(parameter.size_bytes for parameter in parameters) / max(1, spec.size_bytes)
-    kept = sum(layers[index].kept_bytes for index in own)
+    kept = sum(layers[index].kept_bytes for index in layer_indices)
     if not any(layer.kept_bytes for layer in layers):
-        kept = round(spec.activation_bytes * len(own) / len(layers))
+        kept = round(spec.activation_bytes * len(layer_indices) / len(layers))
     return ModelSpec(
         parameters=parameters,
-        forward_order=tuple(layers[index].module for index in own),
-        ready_order=tuple(each.name for each in reversed(parameters)),
+        forward_order=tuple(layers[index].module for index in layer_indices),
+        ready_order=tuple(parameter.name for parameter in reversed(parameters)),
         buffer_bytes=round(spec.buffer_bytes * part),
         frozen_bytes=round(spec.frozen_bytes * part),
         activation_bytes=round(kept * share),
@@ -195,7 +195,7 @@ def _timeline(
     share: float,
     at: tuple[int, int],
 ) -> Timeline:
-    """A step of a rank with ``stages`` (``at``: its rank and the step's number), the update last."""
+    """A step of a rank with ``stages``, the update last; ``at`` is (rank, step number)."""
     items: list[Item] = []
     held = 0
     for stage in stages:
@@ -213,13 +213,13 @@ def _timeline(
 def _passes(
     model: CutModel, step: LayerStep, cut: Split, stage: int, micro_batches: int, share: float
 ) -> list[Item]:
-    """Those of a stage: micro-batches there, and back; the last readies gradients."""
+    """The passes of a stage: all forwards, then all backwards; the last one makes gradients ready."""
     layers = [step.layers[index] for index in cut.layers(stage)]
     loss_ns = step.loss_ns if stage == len(cut.ends) - 1 else 0
     items = []
 
     def along(part: str, micro_batch: int, times_ns: Sequence[int]) -> list[Item]:
-        """Stretches that end at the sums of times in proportion, so that rounding does not add up."""
+        """Items whose ends are rounded sums of scaled times, so that rounding errors do not add up."""
         ends = [round(total * share) for total in accumulate(times_ns)]
         lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         return [Item(part, duration_ns=length, stage=stage, micro_batch=micro_batch) for length in lengths]
@@ -229,32 +229,32 @@ def _passes(
         items += [Item(Point.USE, name, stage=stage, micro_batch=0) for name in _modules(model, layer)]
         items.append(stretch)
     items.append(forwards[-1])
-    for each in range(1, micro_batches):
-        items += along(Part.FORWARD, each, [sum(layer.forward_ns for layer in layers) + loss_ns])
-    for each in range(micro_batches - 1):
-        items += along(Part.BACKWARD, each, [sum(layer.backward_ns for layer in layers)])
+    for micro_batch in range(1, micro_batches):
+        items += along(Part.FORWARD, micro_batch, [sum(layer.forward_ns for layer in layers) + loss_ns])
+    for micro_batch in range(micro_batches - 1):
+        items += along(Part.BACKWARD, micro_batch, [sum(layer.backward_ns for layer in layers)])
     last = micro_batches - 1
     uses = [model.aliases.get(name, name) for layer in layers for name in layer.parameters]
     stretches = along(Part.BACKWARD, last, [layer.backward_ns for layer in reversed(layers)])
     for layer, stretch in zip(reversed(layers), stretches, strict=True):
         items.append(stretch)
         for name in reversed(layer.parameters):
-            known = model.aliases.get(name, name)
-            uses.remove(known)
-            if known not in uses:
+            canonical = model.aliases.get(name, name)
+            uses.remove(canonical)
+            if canonical not in uses:
                 items.append(Item(Point.READY, name, stage=stage, micro_batch=last))
     items.append(Item(Point.BACKWARD_END, stage=stage, micro_batch=last))
     return items
 
 
 def _modules(model: CutModel, layer: LayerTimes) -> list[str]:
-    """The modules whose parameters ``layer`` uses."""
+    """The modules that own the parameters of ``layer``."""
     names = (model.aliases.get(name, name) for name in layer.parameters)
     return list(dict.fromkeys(model.spec.by_name[name].module for name in names))
 
 
 def tied_bytes(model: CutModel, cut: Split) -> int:
-    """The size of the parameters that layers of several stages use."""
+    """The size of the parameters that several stages share."""
     stages_of: dict[str, set[int]] = {}
     for stage in range(len(cut.ends)):
         for index in cut.layers(stage):
@@ -264,19 +264,19 @@ def tied_bytes(model: CutModel, cut: Split) -> int:
 
 
 def cut_by_hand(layers: Sequence[SplitLayer], stages: int, points: Sequence[str]) -> Split:
-    """The split at modules: a stage begins at the first layer of each. Raises PlanError where that cannot be done."""
+    """The split whose stages begin at the first layers of the modules ``points``. Raises PlanError if impossible."""
     ends = []
     for point in points:
         inside = [i for i, layer in enumerate(layers) if f"{layer.name}.".startswith(f"{point}.")]
         if not inside or not inside[0] or layers[inside[0] - 1].cut_bytes is None:
             raise PlanError(
-                "the model cannot be cut where a split point says", got=point,
-                expected="a module behind a layer of which it is known what it hands on (cut_bytes)",
+                "cannot split the model at this split point", got=point,
+                expected="a module whose preceding layer has a known output size (cut_bytes)",
             )  # fmt: skip
         ends.append(inside[0])
     if ends != sorted(set(ends)) or len(ends) != stages - 1:
         raise PlanError(
-            "the split points do not make the stages", got=", ".join(points),
-            expected=f"{stages - 1} modules in the order of forward",
+            "split_points do not give the requested number of stages", got=", ".join(points),
+            expected=f"{stages - 1} modules in the order in which forward calls them",
         )  # fmt: skip
     return Split((*ends, len(layers)), 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Dividing a recorded forward among the stages of a pipeline: which calls each makes, and what is handed on."""
+"""Divides a recorded forward among pipeline stages: the calls of each stage, and the tensors between stages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from headway.torch_private.tracing import is_fake, leaves, mapped
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: an input of the forward, or what one of its calls gave."""
+    """A tensor: an input of the forward, or a result of one of its calls."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """What a value is like."""
+    """The shape, dtype and ``requires_grad`` of a value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,11 +34,11 @@ class Like:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Like:
-        """What ``tensor`` is like."""
+        """That of ``tensor``."""
         return Like(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def tensor(self) -> torch.Tensor:
-        """One without memory."""
+        """Such a tensor on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta").requires_grad_(self.requires_grad)
 
 
@@ -59,21 +59,21 @@ class Submodule:
 
 @dataclass(frozen=True, slots=True)
 class Ambience:
-    """Whether gradients are computed, and in which type operations are carried out (None: in those of their inputs)."""
+    """Whether gradients are enabled, and the autocast dtype (None without autocast)."""
 
     gradients: bool
     autocast: torch.dtype | None
 
     @staticmethod
     def now(device: torch.device) -> Ambience:
-        """What is in force."""
+        """The current state."""
         kind = device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return Ambience(torch.is_grad_enabled(), autocast)
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Have it in force."""
+        """Enter this state."""
         kind, enabled = device.type, self.autocast is not None
         gradients = self.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), torch.autocast(kind, self.autocast, enabled=enabled):
@@ -82,11 +82,11 @@ class Ambience:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call: ``args`` and ``kwargs`` have values, attributes and submodules in the places of what they stand for.
+    """One recorded call; ``args`` and ``kwargs`` hold Value, Attribute and Submodule in place of the real objects.
 
-    ``gives`` are the tensors in its result, in the order in which torch takes containers apart. ``ambience`` is what
-    the forward itself has put in force for it, where that is not what was in force around the forward. ``changes`` are
-    the earlier tensors whose memory it writes to, views included; ``mutates`` says that it writes in place at all.
+    ``gives`` are the tensors in its result, in pytree order. ``ambience`` is set if the forward itself changed autocast
+    or gradients for this call. ``changes`` are the earlier tensors whose memory it writes to, views included;
+    ``mutates`` says that it writes in place at all, ``draws`` that it draws random numbers.
     """
 
     target: Callable[..., Any] | Submodule
@@ -107,16 +107,16 @@ class Call:
         return next(iter((*self.args, *self.kwargs.values())), None)
 
     def uses(self, kind: type[Any]) -> Iterator[Any]:
-        """The values, attributes or submodules that it needs."""
+        """The values, attributes or submodules that it uses."""
         return _of_kind(kind, self.__dict__["_uses"])
 
 
-def _of_kind(kind: type[Any], found: Iterable[Any]) -> Iterator[Any]:
-    for each in found:
-        if isinstance(each, kind):
-            yield each
-        elif isinstance(each, slice):
-            yield from _of_kind(kind, (each.start, each.stop, each.step))
+def _of_kind(kind: type[Any], values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, slice):
+            yield from _of_kind(kind, (value.start, value.stop, value.step))
 
 
 @dataclass
@@ -134,16 +134,16 @@ class Recording:
     output: Any = None
 
     def outputs(self) -> tuple[Value, ...]:
-        """The tensors that it returns, each once."""
-        found = leaves(self.output)
-        return tuple(dict.fromkeys(each for each in found if isinstance(each, Value)))
+        """The distinct tensors that it returns."""
+        output_leaves = leaves(self.output)
+        return tuple(dict.fromkeys(leaf for leaf in output_leaves if isinstance(leaf, Value)))
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The calls of a stage in their order; ``inputs`` and ``outputs`` are what it is given and what it gives.
+    """The calls of a stage in order, with its input and output tensors.
 
-    ``hands_on`` is what the next stage expects; none does of the last.
+    ``hands_on`` describes the tensors that the next stage expects; it is empty for the last stage.
     """
 
     inputs: tuple[Value, ...]
@@ -151,25 +151,25 @@ class Program:
     outputs: tuple[Value, ...]
     hands_on: tuple[Like, ...] = ()
 
-    def run(self, module: nn.Module, given: Sequence[torch.Tensor], device: torch.device) -> Any:
-        """Carry it out on the submodules, parameters and buffers of ``module``.
+    def run(self, module: nn.Module, inputs: Sequence[torch.Tensor], device: torch.device) -> Any:
+        """Run the calls with the submodules, parameters and buffers of ``module``.
 
-        Returns one tensor, or a tuple of several. Tensors that only go through are handed on as views: a stage's inputs
-        have their own gradients.
+        Returns one tensor, or a tuple of several. Tensors that only pass through are returned as views, because a
+        stage's inputs have gradients of their own.
         """
-        held: dict[Value, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
+        held: dict[Value, torch.Tensor] = dict(zip(self.inputs, inputs, strict=True))
 
-        def filled(each: Any) -> Any:
-            match each:
+        def filled(item: Any) -> Any:
+            match item:
                 case Value():
-                    return held[each]
+                    return held[item]
                 case Attribute(name):
-                    owner, _, own = name.rpartition(".")
-                    return getattr(module.get_submodule(owner), own)
+                    owner, _, attribute = name.rpartition(".")
+                    return getattr(module.get_submodule(owner), attribute)
                 case Submodule(name, method):
-                    found = module.get_submodule(name)
-                    return getattr(found, method) if method else found
-            return each
+                    submodule = module.get_submodule(name)
+                    return getattr(submodule, method) if method else submodule
+            return item
 
         for call, done in zip(self.calls, self._done_with(), strict=True):
             target = filled(call.target)
@@ -179,8 +179,8 @@ class Program:
                 tensors = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
                 held.update(zip(call.gives, tensors, strict=True))
             del result
-            for each in done:
-                del held[each]
+            for item in done:
+                del held[item]
         outputs = tuple(self._handed_on(value, held[value]) for value in self.outputs)
         for like, tensor in zip(self.hands_on, outputs, strict=False):
             if (like.shape, like.dtype) != (tuple(tensor.shape), tensor.dtype) or is_fake(tensor):
@@ -193,18 +193,18 @@ class Program:
         return tensor.contiguous() if self.hands_on else tensor
 
     def _done_with(self) -> list[tuple[Value, ...]]:
-        """The values that nothing needs any more after each call."""
-        found = self.__dict__.get("_done")
-        if found is None:
+        """For each call, the values that are no longer needed after it."""
+        last_uses = self.__dict__.get("_done")
+        if last_uses is None:
             later: set[Value] = {*self.outputs}
-            found = []
+            last_uses = []
             for call in reversed(self.calls):
                 here = {*call.uses(Value), *call.gives}
-                found.append(tuple(sorted(here - later, key=lambda each: each.number)))
+                last_uses.append(tuple(sorted(here - later, key=lambda value: value.number)))
                 later |= here
-            found.reverse()
-            self.__dict__["_done"] = found
-        return found
+            last_uses.reverse()
+            self.__dict__["_done"] = last_uses
+        return last_uses
 
 
 _SHOWN = 16
@@ -212,18 +212,18 @@ _SHOWN = 16
 
 @dataclass(frozen=True)
 class Divided:
-    """The program of every stage, and what is handed on behind each but the last."""
+    """The program of every stage, and the tensors at each boundary between stages."""
 
     programs: tuple[Program, ...]
     boundaries: tuple[tuple[Like, ...], ...]
 
 
 def divide(recording: Recording, begins: Sequence[int]) -> Divided:
-    """Let stages make the calls from ``begins[s]`` up to the next stage's.
+    """Give stage ``s`` the calls from ``begins[s]`` up to those of the next stage.
 
-    A tensor that a later stage needs is handed on by every stage between. Tensors that depend on no input, draw no
-    random numbers and are not changed (masks, positions) are computed by every stage that needs them. Raises
-    UnsupportedError where a stage would change what it has received together with others that share its memory.
+    A tensor that a later stage needs passes through every stage in between. Tensors that depend on no input, draw no
+    random numbers and are not changed (masks, positions) are recomputed by every stage that needs them. Raises
+    UnsupportedError if a stage would change a received tensor in place while another shares its memory.
     """
     calls = recording.calls
     again = _computed_again(recording)
@@ -234,35 +234,35 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
     inputs: list[tuple[Value, ...]] = []
     shares: list[tuple[Call, ...]] = []
     for span in reversed(spans):
-        own = [calls[at] for at in span]
-        repeated = _needed_again(own, needed if span is spans[-1] else set(), again, makers)
-        share = (*(each for each in repeated if each not in own), *own)
-        made = {value for call in share for value in call.gives}
+        stage_calls = [calls[at] for at in span]
+        repeated = _needed_again(stage_calls, needed if span is spans[-1] else set(), again, makers)
+        share = (*(call for call in repeated if call not in stage_calls), *stage_calls)
+        produced = {value for call in share for value in call.gives}
         used = {value for call in share for value in call.uses(Value)}
-        needed = {each for each in (needed | used) - made if makers.get(each) not in again}
-        inputs.append(tuple(sorted(needed, key=lambda each: each.number)))
+        needed = {value for value in (needed | used) - produced if makers.get(value) not in again}
+        inputs.append(tuple(sorted(needed, key=lambda value: value.number)))
         shares.append(tuple(share))
     inputs.reverse()
     shares.reverse()
     inputs[0] = recording.inputs
     outputs = [*inputs[1:], recording.outputs()]
     for input_, share in zip(inputs[1:], shares[1:], strict=True):
-        changed = next((each for each in share if len(set(each.changes) & set(input_)) > 1), None)
+        changed = next((call for call in share if len(set(call.changes) & set(input_)) > 1), None)
         if changed is not None:
             raise UnsupportedError(
-                "a stage would change in place what it has received together with a tensor of the same memory",
+                "a stage would modify a received tensor in place while another received tensor shares its memory",
                 got=getattr(changed.target, "__name__", "") or getattr(changed.target, "name", "a call"),
-                fix="Split elsewhere, or compute out of place.",
+                fix="Choose other split_points, or replace the in-place operation.",
             )  # fmt: skip
-    boundaries = [tuple(recording.likes[each] for each in out) for out in outputs[:-1]]
+    boundaries = [tuple(recording.likes[value] for value in out) for out in outputs[:-1]]
     programs = map(Program, inputs, shares, outputs, [*boundaries, ()])
     return Divided(tuple(programs), tuple(boundaries))
 
 
 def _computed_again(recording: Recording) -> Sequence[Call]:
-    """The calls that any stage can make by itself."""
+    """The calls that any stage can repeat by itself."""
     fresh: set[Value] = set()
-    found = []
+    repeatable = []
     for call in recording.calls:
         by_itself = not isinstance(call.target, Submodule) and not call.draws
         if (
@@ -276,58 +276,58 @@ def _computed_again(recording: Recording) -> Sequence[Call]:
         if call.mutates or not call.gives:
             return ()
         fresh.update(call.gives)
-        found.append(call)
-    return found
+        repeatable.append(call)
+    return repeatable
 
 
 def _needed_again(
-    own: Sequence[Call], more: set[Value], again: Sequence[Call], makers: dict[Value, Call]
+    stage_calls: Sequence[Call], more: set[Value], again: Sequence[Call], makers: dict[Value, Call]
 ) -> list[Call]:
-    """Which of ``again`` a stage of the calls ``own`` needs, in their order."""
-    wanted, left = set[Call](), [*(value for call in own for value in call.uses(Value)), *more]
+    """Which of ``again`` a stage of the calls ``stage_calls`` needs, in their order."""
+    wanted, left = set[Call](), [*(value for call in stage_calls for value in call.uses(Value)), *more]
     while left:
         call = makers.get(left.pop())
         if call is None or call not in again or call in wanted:
             continue
         wanted.add(call)
         left += call.uses(Value)
-    return [each for each in again if each in wanted]
+    return [call for call in again if call in wanted]
 
 
 # Where stages begin ---------------------------------------------------------------------------------------
 
 
 def check_names(model: nn.Module, points: Sequence[str]) -> None:
-    """Raise PlanError for points that are no modules of the model, with names that are near."""
+    """Raise PlanError for points that are not modules of the model, with similar names."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for point in points:
         if point in names:
             continue
         near = difflib.get_close_matches(point, names, 3, 0.5) or names[:_SHOWN]
         raise PlanError(
-            "the plan begins stages at modules that the model does not have", got=point,
-            expected=f"names of its modules, as {', '.join(near)}",
+            "split_points names modules that the model does not have", got=point,
+            expected=f"names of its modules, such as {', '.join(near)}",
         )  # fmt: skip
 
 
 def at_points(model: nn.Module, recording: Recording, points: Sequence[str], stages: int) -> list[int]:
     """The number of the call at which each stage begins.
 
-    Raises PlanError for modules that forward does not call, or not in that order, or of another number of stages.
+    Raises PlanError for modules that forward does not call, calls in another order, or that do not match ``stages``.
     """
     for point in points:
         if point not in recording.begins:
             inner = [name for name in recording.begins if name.startswith(f"{point}.")]
             raise PlanError(
-                "the plan begins a stage at a module that forward does not call", got=point,
-                expected=f"one that it calls, as {_listed(inner or called(recording))}",
+                "split_points names a module that forward does not call", got=point,
+                expected=f"a module that forward calls, such as {_listed(inner or called(recording))}",
             )  # fmt: skip
     begins = [0, *(recording.begins[point] for point in points)]
-    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+    if len(begins) != stages or any(earlier >= later for earlier, later in pairwise(begins)):
         raise PlanError(
-            "the plan's split_points do not cut the model into as many stages as there are ranks",
+            "split_points do not give one stage per rank",
             got=", ".join(points) or "none",
-            expected=f"{stages - 1} modules in the order in which forward calls them, and none at its beginning",
+            expected=f"{stages - 1} modules in the order in which forward calls them, not the first",
         )  # fmt: skip
     check_parameters(model, recording, begins)
     return begins
@@ -336,11 +336,11 @@ def at_points(model: nn.Module, recording: Recording, points: Sequence[str], sta
 def at_marks(model: nn.Module, recording: Recording, stages: int) -> list[int]:
     """The same for calls of ``pipe_split``."""
     begins = [0, *recording.marks]
-    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+    if len(begins) != stages or any(earlier >= later for earlier, later in pairwise(begins)):
         raise PlanError(
-            "the model's calls of pipe_split() do not cut it into as many stages as there are ranks",
+            "the model's pipe_split() calls do not give one stage per rank",
             got=f"{len(recording.marks)} calls", expected=f"{stages - 1}, with computation between them",
-            fix="Give split_points, which are used instead.",
+            fix="Give split_points in the plan: they replace pipe_split().",
         )  # fmt: skip
     check_parameters(model, recording, begins)
     return begins
@@ -351,13 +351,13 @@ def check_parameters(model: nn.Module, recording: Recording, begins: Sequence[in
     for stage, (begin, end) in enumerate(pairwise([*begins, len(recording.calls)])):
         if not any(_sizes(model, recording.calls[begin:end]).values()):
             raise PlanError(
-                "a stage would have no parameters to train", got=f"stage {stage}",
-                expected="split_points with parameters behind each of them",
+                "a stage has no parameters to train", got=f"stage {stage}",
+                expected="split_points with parameters after each of them",
             )  # fmt: skip
 
 
 def called(recording: Recording) -> list[str]:
-    """The modules at which a stage could begin: all that forward calls but the first."""
+    """The modules at which a stage could begin: all that forward calls except the first."""
     first = next((at for at, call in enumerate(recording.calls) if any(call.uses(Submodule))), 0)
     places: dict[int, str] = {}
     for name, at in recording.begins.items():
@@ -366,9 +366,9 @@ def called(recording: Recording) -> list[str]:
 
 
 def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:
-    """Modules at which stages begin that have about as many parameters each: time is taken to be in proportion.
+    """Choose modules at which stages begin, so that stages have about the same number of parameters.
 
-    Stages begin only where one tensor with gradients is handed on. Raises PlanError where such places are too few.
+    Splits only where a single tensor with gradients passes on. Raises PlanError if there are too few such places.
     """
     names = called(recording)
     begins = [0, *(recording.begins[name] for name in names), len(recording.calls)]
@@ -381,19 +381,19 @@ def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:
                 "", size_bytes + 1.0, 2.0 * size_bytes + 1.0, size_bytes, cut_bytes=0 if is_place else None
             )
         )
-    for found in split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0):
-        return [names[end - 1] for end in found.ends[:-1]]
+    for best in split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0):
+        return [names[end - 1] for end in best.ends[:-1]]
     raise PlanError(
-        "the model has too few places where one tensor is handed on to be cut into as many stages as there are ranks",
+        "cannot split the model evenly: too few places where a single tensor passes on",
         got=type(model).__name__, expected=f"{stages} stages",
-        fix=f"Give split_points, of {_listed(names)}." if names else "Train it otherwise.",
+        fix=f"Choose split_points from {_listed(names)}." if names else "Train it with data parallelism.",
     )  # fmt: skip
 
 
 def largest(model: nn.Module, recording: Recording, passed_over: set[str]) -> tuple[str, float]:
-    """The module with most of the model's parameters that is called as one and could be looked into, and its share."""
+    """The untraced module with the largest share of the parameters that could be traced into, and that share."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) or 1
-    found = ("", 0.0)
+    best = ("", 0.0)
     for call in recording.calls:
         if not isinstance(call.target, Submodule) or call.target.name in passed_over:
             continue
@@ -401,31 +401,31 @@ def largest(model: nn.Module, recording: Recording, passed_over: set[str]) -> tu
         if type(module).__module__.startswith("torch.") or not any(module.children()):
             continue
         share = sum(_sizes(model, [call]).values()) / total
-        found = max(found, (call.target.name, share), key=lambda each: each[1])
-    return found
+        best = max(best, (call.target.name, share), key=lambda candidate: candidate[1])
+    return best
 
 
 def _handed_on(recording: Recording, begin: int) -> int:
-    """How many tensors with gradients a stage would be given that begins there."""
-    given = divide(recording, [0, begin]).boundaries[0]
-    return sum(each.requires_grad for each in given)
+    """How many tensors with gradients a stage that begins at call ``begin`` would receive."""
+    boundary = divide(recording, [0, begin]).boundaries[0]
+    return sum(like.requires_grad for like in boundary)
 
 
 def _sizes(model: nn.Module, calls: Sequence[Call]) -> dict[int, int]:
-    """Bytes of the parameters that calls use, by their ids."""
-    found: dict[int, int] = {}
+    """The sizes in bytes of the parameters that calls use, by ``id``."""
+    sizes: dict[int, int] = {}
     for call in calls:
-        own = [model.get_submodule(use.name).parameters() for use in call.uses(Submodule)]
-        for parameters in own:
-            found.update(
+        parameter_lists = [model.get_submodule(use.name).parameters() for use in call.uses(Submodule)]
+        for parameters in parameter_lists:
+            sizes.update(
                 {id(parameter): parameter.numel() * parameter.element_size() for parameter in parameters}
             )
         for attribute in call.uses(Attribute):
             owner, _, name = attribute.name.rpartition(".")
-            each = getattr(model.get_submodule(owner), name)
-            if isinstance(each, nn.Parameter):
-                found[id(each)] = each.numel() * each.element_size()
-    return found
+            tensor = getattr(model.get_submodule(owner), name)
+            if isinstance(tensor, nn.Parameter):
+                sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+    return sizes
 
 
 def _listed(names: Sequence[str]) -> str:

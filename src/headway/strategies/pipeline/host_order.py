@@ -1,4 +1,10 @@
-"""Where pipelines' stages lie: which host has which stage, so that slow links and paths carry little."""
+"""Orders hosts, and places pipeline stages on workers, so that slow links carry little.
+
+Orders are compared by an estimate of messages, the slowest stage or link, and the replicas' all-reduce; a replay then
+decides. Placing stages on different workers means finding a path through them whose slowest hop and total length are
+both small (Yuan et al., arXiv 2206.01288, use a travelling salesman formulation). Few workers are placed exactly, many
+by local search.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +22,19 @@ Order = tuple[int, ...]
 Matrix = npt.NDArray[np.float64]
 
 MOST_TRIED = 6
-"""Up to so many hosts every order is looked at."""
+"""Up to this many hosts, every order is evaluated."""
 MOST_LINKED = 512
-"""For more hosts, the order stays."""
+"""For more hosts, the order stays unchanged."""
 MOST_LOOKS = 6000
-"""Orders that a search looks at, more or less."""
+"""About how many orders a search evaluates."""
 MOST_KICKS = 20
-
-
-# In which order hosts should stand, where stages of pipelines and their replicas are laid over them in turn.
-#
-# Hosts with fast ways between them should be neighbours, so that slow ways are crossed as seldom as possible. Orders are
-# compared by what messages, the slowest stage or link, and the replicas' all-reduce take; a replay then decides.
 
 
 @dataclass(frozen=True, slots=True)
 class StageDemand:
-    """What every stage asks for: ``busy_ns`` of computation and ``message_bytes`` to the next stage a micro-batch.
+    """The load of every stage: ``busy_ns`` of computation and ``message_bytes`` to the next stage per micro-batch.
 
-    Its replicas add up ``gradient_bytes``. Where it ``loops``, the last rank of a pipeline hands on to the first.
+    Its replicas reduce ``gradient_bytes``. If it ``loops``, the last rank of a pipeline sends to the first.
     """
 
     busy_ns: float
@@ -45,10 +45,10 @@ class StageDemand:
 
 
 def order_for(cluster: Cluster, pipelines: Sequence[Sequence[int]], demand: StageDemand) -> Order:
-    """The order of the hosts of ``cluster`` in which a step takes least, where ``pipelines[p][s]`` has stage ``s``.
+    """Find the order of hosts with the shortest estimated step, where rank ``pipelines[p][s]`` has stage ``s``.
 
-    Ranks are counted along that order. It is the order as it is where none is found to be better. Deterministic: few
-    hosts are ordered exactly, more by a search from orders of sites.
+    Ranks are counted along that order. Returns the current order if no better one is found. Deterministic: few hosts
+    are ordered exactly, more by local search.
     """
     count = len(cluster.hosts)
     as_it_is = tuple(range(count))
@@ -62,17 +62,14 @@ def order_for(cluster: Cluster, pipelines: Sequence[Sequence[int]], demand: Stag
 
 
 def by_speed(apart: Matrix) -> Order:
-    """An order in which hosts stand together that are near each other, at every distance (single linkage).
-
-    Groups are joined at their nearest ends.
-    """
+    """Order hosts so that close ones are neighbours (single-linkage clustering); clusters join at their nearest ends."""
     count = len(apart)
     group_of = [[host] for host in range(count)]
     both = np.maximum(apart, apart.T)
-    ones, others = np.triu_indices(count, 1)
-    for pair in np.argsort(both[ones, others], kind="stable").tolist():
-        one, other = int(ones[pair]), int(others[pair])
-        first, second = group_of[one], group_of[other]
+    rows, columns = np.triu_indices(count, 1)
+    for pair in np.argsort(both[rows, columns], kind="stable").tolist():
+        left, right = int(rows[pair]), int(columns[pair])
+        first, second = group_of[left], group_of[right]
         if first is second:
             continue
         joints = {
@@ -94,10 +91,9 @@ def by_speed(apart: Matrix) -> Order:
 
 
 def improved(starts: Sequence[Order], cost: Callable[[Order], float], looks: int) -> Order:
-    """The best that swaps of two, and turning parts round, make of ``starts``, after so many looks.
+    """Improve ``starts`` by swaps and reversals within a budget of about ``looks`` evaluations; returns the best order.
 
-    Where none of them gains, some hosts change places by chance, and it is tried again (iterated local search:
-    Lourenço, Martin, Stützle, 2003).
+    In a local optimum, random swaps restart the search (iterated local search: Lourenço, Martin, Stützle, 2003).
     """
     chance = random.Random(0)
     best = min(starts, key=cost)
@@ -106,14 +102,14 @@ def improved(starts: Sequence[Order], cost: Callable[[Order], float], looks: int
         here, better = cost(at), True
         while better and looks > 0:
             better = False
-            for one, other in combinations(range(len(at)), 2):
+            for left, right in combinations(range(len(at)), 2):
                 swapped = list(at)
-                swapped[one], swapped[other] = swapped[other], swapped[one]
-                turned = (*at[:one], *at[one : other + 1][::-1], *at[other + 1 :])
+                swapped[left], swapped[right] = swapped[right], swapped[left]
+                turned = (*at[:left], *at[left : right + 1][::-1], *at[right + 1 :])
                 for changed in dict.fromkeys((tuple(swapped), turned)):
                     looks -= 1
-                    if (found := cost(changed)) < here * (1 - 1e-9):
-                        at, here, better = changed, found, True
+                    if (changed_cost := cost(changed)) < here * (1 - 1e-9):
+                        at, here, better = changed, changed_cost, True
         kicks += 1
         if here < least * (1 - 1e-9):
             best, least, kicks = at, here, 0
@@ -125,13 +121,13 @@ def improved(starts: Sequence[Order], cost: Callable[[Order], float], looks: int
 
 
 class _StepCosts:
-    """About how long a step takes where hosts stand in an order: a pipeline once, its bottleneck, the all-reduce."""
+    """Estimates the step time (ns) of an order of hosts: one pipeline pass, its bottleneck, the all-reduce."""
 
     def __init__(self, cluster: Cluster, pipelines: Sequence[Sequence[int]], demand: StageDemand) -> None:
         ways, places = Ways(cluster), range(len(cluster.hosts))
-        self._gbps = np.array([[ways.gbps(one, other) for other in places] for one in places])
+        self._gbps = np.array([[ways.gbps(source, target) for target in places] for source in places])
         self._latency_ns = 1e3 * np.array(
-            [[ways.latency_us(one, other) for other in places] for one in places]
+            [[ways.latency_us(source, target) for target in places] for source in places]
         )
         self._up = np.array([host.up_gbps for host in cluster.hosts])
         self._down = np.array([host.down_gbps for host in cluster.hosts])
@@ -147,15 +143,15 @@ class _StepCosts:
         follows = np.roll(hosts, -1, axis=1)
         there, here = (follows, hosts) if demand.loops else (follows[:, :-1], hosts[:, :-1])
         forth_ns, back_ns = (
-            self._latency_ns[one, other] + 8 * demand.message_bytes / self._shared(one, other)
-            for one, other in ((here, there), (there, here))
+            self._latency_ns[source, target] + 8 * demand.message_bytes / self._shared(source, target)
+            for source, target in ((here, there), (there, here))
         )
         once_ns = float((forth_ns + back_ns).sum(axis=1).max())
         busiest_ns = max(demand.busy_ns, float(forth_ns.max()), float(back_ns.max()))
         return once_ns + (demand.micro_batches - 1) * busiest_ns + self._reducing_ns(hosts)
 
     def _reducing_ns(self, hosts: npt.NDArray[np.int64]) -> float:
-        """What the rings of the replicas of each stage take, all at once."""
+        """The time of the ring all-reduces of all stages' replicas at once."""
         count = len(hosts)
         if count == 1:
             return 0.0
@@ -165,7 +161,7 @@ class _StepCosts:
         return 8 * sent_bytes / slowest_gbps + 2 * (count - 1) * float(self._latency_ns[hosts, follows].max())
 
     def _shared(self, senders: npt.NDArray[np.int64], receivers: npt.NDArray[np.int64]) -> Matrix:
-        """The rate of messages that are sent at the same time and share hosts' links."""
+        """The rates (Gbit/s) of simultaneous messages that share the hosts' links."""
         apart, count = senders != receivers, len(self._up)
         leaving = np.bincount(senders[apart], minlength=count)
         coming = np.bincount(receivers[apart], minlength=count)
@@ -182,27 +178,21 @@ class _StepCosts:
 EXACT = 9  # workers: beyond, subsets are too many
 
 
-# Placing the stages of a pipeline: which worker has which, where workers and the links between them differ.
-#
-# That is a path through all workers whose dearest hop and whose length are both to be small (Yuan et al., arXiv
-# 2206.01288, who place them by the travelling salesman problem). Few workers are placed exactly, many by local search.
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``workers[s]`` has stage ``s``. The times are those of a ``Split`` on these workers."""
+    """Worker ``workers[s]`` has stage ``s``; the times are those of a ``Split`` on these workers."""
 
     workers: tuple[int, ...]
     once_ns: float
     bottleneck_ns: float
 
     def step_ns(self, micro_batches: int) -> float:
-        """About how long a step of so many micro-batches takes."""
+        """The estimated time of a step."""
         return self.once_ns + (micro_batches - 1) * self.bottleneck_ns
 
 
 Hop = Callable[[int, int, int], float]
-"""How long the message of the boundary behind a stage (first) takes from a worker (second) to another (third)."""
+"""(stage, sender, receiver) -> ns: the time of the message after a stage between two workers."""
 
 
 def place(
@@ -212,9 +202,9 @@ def place(
     *,
     speeds: Sequence[float] = (),
 ) -> Placement:
-    """The best placement of stages, which take ``busy_ns`` at speed 1, on as many workers of ``speeds``.
+    """Place stages, which take ``busy_ns`` at speed 1, on as many workers of ``speeds``.
 
-    It is exact for up to ``EXACT`` workers; for more it is the best of several local searches. Deterministic.
+    Exact for up to ``EXACT`` workers; the best of several local searches for more. Deterministic.
     """
     speeds = speeds or (1.0,) * len(busy_ns)
     assert len(speeds) == len(busy_ns), "as many workers as stages"
@@ -245,7 +235,7 @@ class _Costs:
 
 
 def _exactly(costs: _Costs) -> Placement:
-    """Held and Karp's recursion over the sets of workers that the first stages have, with both times of each path."""
+    """Held-Karp dynamic programming over sets of used workers, keeping the Pareto-optimal paths of each."""
     count = len(costs.busy_ns)
     paths: dict[tuple[frozenset[int], int], list[Placement]] = {
         (frozenset([w]), w): [Placement((w,), costs.stage_ns(0, w), costs.stage_ns(0, w))]
@@ -253,7 +243,7 @@ def _exactly(costs: _Costs) -> Placement:
     }
     for stage in range(1, count):
         longer: dict[tuple[frozenset[int], int], list[Placement]] = {}
-        for (used, at), own in paths.items():
+        for (used, at), kept in paths.items():
             for worker in set(range(count)) - used:
                 there, back = (
                     costs.hop_ns(stage - 1, at, worker),
@@ -261,7 +251,7 @@ def _exactly(costs: _Costs) -> Placement:
                 )
                 busy = costs.stage_ns(stage, worker)
                 ends = longer.setdefault((used | {worker}, worker), [])
-                for path in own:
+                for path in kept:
                     _keep(
                         ends,
                         Placement(
@@ -271,12 +261,14 @@ def _exactly(costs: _Costs) -> Placement:
                         ),
                     )
         paths = longer
-    return min((each for own in paths.values() for each in own), key=lambda p: (costs.step_ns(p), p.workers))
+    return min(
+        (path for kept in paths.values() for path in kept), key=lambda p: (costs.step_ns(p), p.workers)
+    )
 
 
 def _keep(paths: list[Placement], new: Placement) -> None:
-    """Add ``new`` unless another is no worse in both times; drop those that it is no worse than."""
-    if any(each.once_ns <= new.once_ns and each.bottleneck_ns <= new.bottleneck_ns for each in paths):
+    """Add ``new`` unless it is dominated, and drop the paths that it dominates."""
+    if any(path.once_ns <= new.once_ns and path.bottleneck_ns <= new.bottleneck_ns for path in paths):
         return
     paths[:] = [
         path for path in paths if path.once_ns < new.once_ns or path.bottleneck_ns < new.bottleneck_ns
@@ -288,11 +280,11 @@ def _locally(costs: _Costs) -> Placement:
     count = len(costs.busy_ns)
     starts = [tuple(range(count)), *(_greedy(costs, first) for first in range(count))]
     starts = sorted(dict.fromkeys(starts), key=lambda workers: costs.step_ns(costs.of(workers)))[:4]
-    found = (
+    orders = (
         improved([start], lambda workers: costs.step_ns(costs.of(workers)), MOST_LOOKS // 4)
         for start in starts
     )
-    return min(map(costs.of, found), key=costs.step_ns)
+    return min(map(costs.of, orders), key=costs.step_ns)
 
 
 def _greedy(costs: _Costs, first: int) -> tuple[int, ...]:

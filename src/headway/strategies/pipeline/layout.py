@@ -1,4 +1,7 @@
-"""Pipelines in the graph of all ranks: each goes through its program, as the live runtime does."""
+"""Lays pipelines out in the graph of all ranks: every rank follows its program, as in the live runtime.
+
+The replicas of a stage react to its last backward, to the optimizer's step, and to its first forward.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,11 @@ from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes
 from headway.trace.events import Read
 
-# A stage that several pipelines have, and what the strategy of its replicas does about it.
-#
-# It acts under the last backward of a step, as gradients become ready, at the optimizer's step, and under the first
-# forward, where that needs parameters which are on their way.
-
 
 def lay_out_using(
     graph: GraphBuilder[Any], replicas: InRecordedOrder, cursor: RankCursor, times: StageTimes, action: Action
 ) -> None:
-    """Lay out the first forward of a stage, ``action``, with what ``replicas`` does about what it uses."""
+    """Lay out ``action``, the first forward of a stage, with the reactions of ``replicas`` to the modules it uses."""
     graph.compute(cursor, Part.FORWARD, 0)  # it waits for its message, before anything is used
     items = times.using(action)
     if not any(item.kind == Point.USE for item in items):
@@ -51,26 +49,26 @@ def lay_out_update(
     items: Iterable[Item],
     optimizer_ns: int,
 ) -> int:
-    """Lay out ``items``, what a rank does before its first pass or after its last one.
+    """Lay out ``items``: what a rank does before its first pass or after its last one.
 
-    The update takes ``optimizer_ns`` for all stages of the rank, whose ``replicas`` have a share of it each and lay it
-    out where the optimizer first steps. Returns what is left of it. Gradients are clipped by the norm of all stages,
-    for which each is brought whole.
+    The update of all stages of the rank takes ``optimizer_ns``; it is split evenly among ``replicas``, at the first
+    optimizer step. Returns the time that is left of it. Clipping needs the norm over all stages, so each stage's
+    gradients are read whole.
     """
-    first, *others = replicas
+    first, *rest = replicas
     for item in items:
         match item.kind:
             case Point.STEP:
-                for each in replicas:
-                    each.optimizer(cursor, optimizer_ns // len(replicas))
+                for replica in replicas:
+                    replica.optimizer(cursor, optimizer_ns // len(replicas))
                 optimizer_ns = 0
             case Part.OPTIMIZER:
                 pass
             case Part.READ:
-                whole = item._replace(name=Read.LOOK) if item.name == Read.CLIP else item
-                first.read(cursor, whole)
-                for each in others:
-                    each.read(cursor, whole._replace(duration_ns=0))
+                read_item = item._replace(name=Read.LOOK) if item.name == Read.CLIP else item
+                first.read(cursor, read_item)
+                for replica in rest:
+                    replica.read(cursor, read_item._replace(duration_ns=0))
             case Part.FINALIZE:
                 first.finalize(cursor, item.duration_ns)
             case _ if item.kind in COMPUTED:
@@ -86,10 +84,9 @@ def lay_out_readying(
     action: Action,
     send: Callable[[], object] | None = None,
 ) -> None:
-    """Lay out the last backward of a stage, ``action``, with what ``gradients`` does about what it readies.
+    """Lay out ``action``, the last backward of a stage, with the reactions of ``gradients`` to ready gradients.
 
-    ``send`` has the stage hand the gradient of its input on: it is there when all is computed, and does not wait for
-    what was launched.
+    ``send`` sends the gradient of the stage's input: when it is computed, without waiting for launched collectives.
     """
     graph.compute(cursor, Part.BACKWARD, 0)  # it waits for its message, before anything is launched
     items = times.readying(action)
@@ -118,7 +115,7 @@ def _compute_or_react(
 
 
 def react(gradients: InRecordedOrder, cursor: RankCursor, item: Item) -> None:
-    """Tell the strategy of a stage's replicas of a point of a timeline."""
+    """Pass a point of a timeline to the strategy of a stage's replicas."""
     match item.kind:
         case Point.USE:
             gradients.use(cursor, item.name)
@@ -134,12 +131,12 @@ ACTIVATION, GRADIENT = "activation", "gradient"
 
 
 class PipelineLayout:
-    """Lays out steps of ranks of pipelines, of which ``pipelines`` has the ranks of the graph in the schedule's order.
+    """Lays out the steps of pipelines in the order of ``schedule``.
 
-    Without them there is one, and rank ``r`` of the graph is rank ``r`` of the schedule. ``boundary_bytes[s]`` is what
-    stage ``s`` hands to stage ``s + 1`` of one micro-batch, and as much comes back. ``replicas`` reacts for those
-    of each stage to its last backward, the update and its first forward. A halved backward spends ``input_share`` of
-    its time on the gradients of inputs.
+    ``pipelines[p][r]`` is the rank of the graph that acts as rank ``r`` of the schedule; by default there is one
+    pipeline. Stage ``s`` sends ``boundary_bytes[s]`` per micro-batch to stage ``s + 1``, which sends as much back.
+    ``replicas[s]`` reacts to the last backward, update and first forward of stage ``s``. A split backward spends
+    ``input_share`` of its time on input gradients.
     """
 
     def __init__(
@@ -169,10 +166,12 @@ class PipelineLayout:
             for pipeline in pipelines or [range(len(schedule.ranks))]
             for at, rank in enumerate(pipeline)
         }
-        self._stages = [sorted({action.stage for action in own} & replicas.keys()) for own in schedule.ranks]
+        self._stages = [
+            sorted({action.stage for action in actions} & replicas.keys()) for actions in schedule.ranks
+        ]
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
-        """Add one step of a rank: what it computes first, its program, the update."""
+        """Add one step of a rank: what precedes its program, the program, the update."""
         times, left_ns = StageTimes.of(timeline), timeline.optimizer_ns
         left_ns = self._lay_out_around(cursor, times.before, left_ns)
         unused = set(self._replicas)  # stages that no forward of this step has gone through
@@ -207,7 +206,7 @@ class PipelineLayout:
         self._lay_out_around(cursor, times.after, left_ns)
 
     def _lay_out_around(self, cursor: RankCursor, blocks: Sequence[ComputeBlock], left_ns: int) -> int:
-        """Add what a rank does before or after its passes, with what is left of its update; returns what then is."""
+        """Add what a rank does before or after its passes; returns the part of the update (ns) that is left."""
         stages = self._stages[self._places[cursor.rank][1]]
         if stages:
             items = (item for block in blocks for item in block.items)
@@ -238,9 +237,9 @@ _STEPS_APART = 2**40  # more messages than a step has
 
 
 class RecordedLayout:
-    """Lays out computation in its recorded order, and sends, receives and waits between it.
+    """Lays out computation, sends, receives and waits in their recorded order.
 
-    ``replicas`` reacts for those of each stage to the gradients that a backward readies.
+    ``replicas[s]`` reacts to the gradients that the backward of stage ``s`` makes ready.
     """
 
     def __init__(
@@ -250,15 +249,15 @@ class RecordedLayout:
         self._replicas = replicas
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
-        """Add one step as it stood."""
-        asked: dict[MessageEnd, int] = {}
+        """Add one step as it was recorded."""
+        transfers: dict[MessageEnd, int] = {}
         awaited: list[int] = []  # since the last computation, which will wait for them
         for item in timeline.items:
             if item.kind == Point.MESSAGE and item.message:
-                asked[item.message] = self._ask(cursor, item, item.message, awaited)
+                transfers[item.message] = self._ask(cursor, item, item.message, awaited)
             elif item.kind == Point.ARRIVED and item.message:
-                self._graph.wait(cursor, item.name, asked[item.message])
-                awaited.append(asked[item.message])
+                self._graph.wait(cursor, item.name, transfers[item.message])
+                awaited.append(transfers[item.message])
             elif item.kind in COMPUTED and item.duration_ns:
                 self._graph.compute(cursor, item.kind, item.duration_ns)
                 awaited.clear()

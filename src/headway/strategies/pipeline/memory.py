@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds in memory: its program gone through, with what its passes were seen to hold."""
+"""Computes the peak memory of a pipeline rank: walks its program with the sizes measured for its passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule,
 
 
 def peak_bytes(job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
-    """The most that the rank of ``stage`` holds at one time; None where no step of it was watched, or it has others."""
+    """The peak memory (bytes) of the rank of ``stage``; None if it was not measured or the rank has more stages."""
     model = job.stages[stage]
     memory = model.stage_memory
     if memory is None or len(schedule.ranks) != schedule.stages:
@@ -33,10 +33,9 @@ def _boundary_bytes(job: Job, boundary: int) -> int:
 
 
 class _Held:
-    """What the rank of one stage holds from instruction to instruction, as the live runtime does.
+    """The memory that the rank of one stage holds, instruction by instruction, as in the live runtime.
 
-    A micro-batch that comes in is ``in_bytes`` large and so is its gradient that goes out; ``out_bytes`` is what goes
-    out of it and comes back.
+    ``in_bytes`` is the size of a received activation and of its gradient, ``out_bytes`` that of a sent one.
     """
 
     def __init__(self, memory: StageMemory, halves: HalvedBackward, in_bytes: int, out_bytes: int) -> None:
@@ -49,7 +48,7 @@ class _Held:
         ] = {}  # micro-batches between halves, with what of their gradient is being sent
 
     def moments(self, schedule: PipelineSchedule, stage: int) -> Iterator[int]:
-        """What is held at each moment of a step that may be the peak."""
+        """The memory held (bytes) at every moment of a step that may be the peak."""
         memory, halves = self._memory, self._halves
         yield self._bytes
         for instruction in program_of(schedule, schedule.rank_of_stage[stage]):
@@ -77,14 +76,14 @@ class _Held:
         return first_bytes if self._makes_gradients else later_bytes
 
     def _release(self, micro_batch: int) -> None:
-        """A gradient has been sent: nothing else holds it, but what was put off."""
+        """A gradient was sent: its memory is free, unless a deferred weight gradient still needs it."""
         if micro_batch in self._halved:
             self._halved[micro_batch] = 0
         else:
             self._bytes -= self._in_bytes
 
     def _leave(self, more_bytes: int) -> None:
-        """A backward is done: its micro-batch leaves outputs and ``more_bytes``, and what was received goes."""
+        """A backward is done: outputs and ``more_bytes`` stay, activations and received tensors are freed."""
         memory = self._memory
         self._bytes += more_bytes + memory.outputs_bytes
         self._bytes -= memory.kept_bytes + self._in_bytes + self._out_bytes
@@ -94,10 +93,10 @@ class _Held:
 
 
 def _estimated_halves(model: ModelSpec, memory: StageMemory, in_bytes: int, *, first: bool) -> HalvedBackward:
-    """Halves of a backward that was watched whole.
+    """Estimates the halves of a backward whose memory was only measured as a whole.
 
-    torch's first stage puts all of it off. The others keep what forward has left, and the gradient of what each module
-    with parameters has put out, until the gradients of weights are computed, one module's at a time.
+    torch's first stage defers all of it. Other stages keep the activations, and the output gradient of every module
+    with parameters, until weight gradients are computed, one module at a time.
     """
     if first:
         return HalvedBackward(

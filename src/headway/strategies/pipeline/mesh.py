@@ -1,4 +1,4 @@
-"""Pipelines side by side as a decision: an order within each, and how the replicas of a stage add up gradients."""
+"""Decides about replicated pipelines: the order within each, and how replicas of a stage reduce gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy, check
 
 
 class MeshStrategy(Strategy):
-    """A strategy for each of the two dimensions of a job's mesh: stages, and replicas of each.
+    """A pipeline strategy and a data-parallel strategy for the two dimensions of a mesh.
 
-    It is no strategy of a plan file by itself: that has one under each dimension.
+    A plan file does not name it: it has one strategy under each dimension.
     """
 
     name: ClassVar[str] = "mesh"
@@ -29,27 +29,26 @@ class MeshStrategy(Strategy):
     pipeline: PipelineStrategy
     """The order of every pipeline."""
     data: DistributedDataParallelStrategy | DecoupledStrategy | AdaptiveStrategy
-    """What the replicas of a stage do about its gradients, from its last backward on."""
+    """How the replicas of a stage reduce its gradients, from its last backward on."""
 
     def decide(self, job: Job) -> ReplicatedSchedule:
         """The order of every rank, and the buckets of every stage.
 
-        Raises PlanError where ``job`` has no mesh of those two dimensions, where its model is not cut into as many
-        stages, for an order that halves backwards, in which the gradients of weights would not be seen, for codecs that
-        do more than cast, and for the decoupled all-reduce in the order of a recording, which was of another strategy,
-        or where it is decided while the job trains.
+        Raises PlanError if ``job`` has no mesh of those two dimensions or another number of stages; for an order that
+        splits backward passes, whose weight gradients DDP would not see; for codecs other than casts; and for the
+        decoupled all-reduce in a recorded order or with decisions during training.
         """
         self._check_data()
         mesh = dict(job.mesh)
         if set(mesh) - {DATA_INSIDE} != {DATA, PIPELINE}:
             raise PlanError(
-                "pipelines side by side need a mesh of stages and replicas", got=f"{mesh or 'no mesh'}",
+                "replicated pipelines need a mesh with both dimensions", got=f"{mesh or 'no mesh'}",
                 expected=f"the dimensions {PIPELINE} and {DATA}",
             )  # fmt: skip
         pipeline = self.pipeline.decide(job)
         if len(pipeline.ranks) != mesh[PIPELINE]:
             raise PlanError(
-                "the mesh is for another number of stages", got=f"{mesh[PIPELINE]}",
+                "the mesh has the wrong number of stages", got=f"{mesh[PIPELINE]}",
                 expected=f"{len(pipeline.ranks)}",
             )  # fmt: skip
         check_whole_backwards(pipeline, self.pipeline)
@@ -62,43 +61,44 @@ class MeshStrategy(Strategy):
         if isinstance(data, DecoupledStrategy | AdaptiveStrategy):
             if self.pipeline.order == RECORDED or data.decides_while_training:
                 raise PlanError(
-                    "pipelines with this decoupled all-reduce within stages can be trained, not replayed",
-                    got=self.describe(), expected="an order other than the recorded one, and neither tune nor adapt",
+                    "cannot replay pipelines that use this decoupled all-reduce; they can only train",
+                    got=self.describe(), expected="an order other than recorded, without tune and adapt",
                 )  # fmt: skip
-        elif any(isinstance(each, Codec) and not isinstance(each, Cast) for each in data.wire):
+        elif any(isinstance(transform, Codec) and not isinstance(transform, Cast) for transform in data.wire):
             raise PlanError(
-                "pipelines with compressed gradients within stages can be trained, not replayed",
-                got=data.describe(), expected="ddp along data that sends gradients as they are, or cast",
+                "cannot replay pipelines with compressed gradients; they can only train",
+                got=data.describe(), expected="ddp along data with uncompressed or cast gradients",
             )  # fmt: skip
 
     def spelled_out(self, job: Job) -> Self:
-        """The same with the number of micro-batches that were recorded."""
+        """The same with the recorded number of micro-batches."""
         return self.model_copy(update={"pipeline": self.pipeline.spelled_out(job)})
 
     def beside(self, alternative: Strategy) -> Strategy:
-        """Another order for the same replicas."""
-        return self.model_copy(update={"pipeline": alternative}) if isinstance(alternative, PipelineStrategy) else alternative
+        """The same replicas under another pipeline order."""
+        is_order = isinstance(alternative, PipelineStrategy)
+        return self.model_copy(update={"pipeline": alternative}) if is_order else alternative
 
     @property
     def family(self) -> str:
-        """That of both."""
+        """The families of both."""
         return f"{self.pipeline.family} x {self.data.family}"
 
     @property
     def changes_training(self) -> str:
-        """What the replicas of a stage change."""
+        """What the data-parallel strategy changes."""
         return self.data.changes_training
 
     @property
     def permission(self) -> str:
-        """What that needs."""
+        """The permission that this needs."""
         return self.data.permission
 
     @property
     def permissions(self) -> frozenset[str]:
-        """All that it needs."""
+        """All permissions that it needs."""
         return self.data.permissions
 
     def describe(self) -> str:
-        """Say both."""
+        """Describe both."""
         return f"{self.pipeline.describe()} x {self.data.describe()}"

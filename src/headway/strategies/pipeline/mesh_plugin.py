@@ -1,4 +1,4 @@
-"""Pipelines side by side as a strategy: a pipeline's order, and reactions to gradients among replicas of each stage."""
+"""Plugin for replicated pipelines: lays out a pipeline's order with the gradient reduction of each stage's replicas."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         )
 
     def footprint(self, job: Job, schedule: ReplicatedSchedule, stage: int) -> Footprint:
-        """That of the pipeline, and the buckets of the stage."""
-        own = PIPELINES.footprint(job, schedule.pipeline, stage)
+        """The pipeline's footprint plus the buckets of the stage."""
+        pipeline_footprint = PIPELINES.footprint(job, schedule.pipeline, stage)
         replicas = Job.of(job.stages[stage], len(schedule.pipelines))
         reduced = plugins()[schedule.reduced_by].footprint(replicas, schedule.buckets[stage], 0)
         return replace(
-            own,
-            buffers_bytes=own.buffers_bytes + reduced.buffers_bytes,
+            pipeline_footprint,
+            buffers_bytes=pipeline_footprint.buffers_bytes + reduced.buffers_bytes,
             state_bytes=reduced.state_bytes,
             gradients_apart=reduced.gradients_apart,
             updated_share=reduced.updated_share,
         )
 
     def messages(self, schedule: ReplicatedSchedule, world_size: int, library: str) -> int:
-        """Those of the buckets of the stage that has most."""
+        """The messages of the buckets of the stage with the most."""
         del world_size
         data, replicas = plugins()[schedule.reduced_by], len(schedule.pipelines)
         return max(data.messages(bucket, replicas, library) for bucket in schedule.buckets)
@@ -93,7 +93,7 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
     def wrap(self, module: nn.Module, strategy: MeshStrategy, **ddp_options: Any) -> nn.Module:
         del module, ddp_options
         raise UnsupportedError(
-            "a module in one piece cannot be wrapped as pipelines", got=strategy.describe()
+            "cannot wrap an unsplit module as replicated pipelines", got=strategy.describe()
         )
 
 
@@ -113,15 +113,15 @@ def _reactions(
 
 class _Injection(ScheduleInjection[MeshStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: MeshStrategy) -> None:
-        """Replicas stay as the script wraps them, which must be as planned."""
+        """Check that the script wraps stages as planned, then take over the pipeline's order."""
         for stage, module in steps.modules.items():
             if not any(parameter.requires_grad for parameter in module.parameters()):
                 continue  # DDP does not wrap it
-            found = plugin_of(strategy.data).recognise(module)
-            if found is None or not _is_in_force(strategy, found.options):
+            wrapper = plugin_of(strategy.data).recognise(module)
+            if wrapper is None or not _is_in_force(strategy, wrapper.options):
                 raise PlanError(
-                    f"stage {stage} is not trained by its replicas as planned",
-                    got=f"no {strategy.data.name}" if found is None else f"{dict(found.options)}",
+                    f"stage {stage} is not wrapped as planned",
+                    got=f"no {strategy.data.name}" if wrapper is None else f"{dict(wrapper.options)}",
                     expected=strategy.data.describe(),
                     fix="Wrap stages as the recorded script did, or plan again from a recording of this script.",
                 )
@@ -129,7 +129,7 @@ class _Injection(ScheduleInjection[MeshStrategy]):
 
 
 def _is_in_force(strategy: MeshStrategy, options: Mapping[str, Any]) -> bool:
-    """Of the decoupled all-reduce only that it is: its buckets are spelled out for the stage."""
+    """Whether the wrapper's options are those of the plan; of the decoupled all-reduce they are not compared."""
     if isinstance(strategy.data, DecoupledStrategy):
         return True
     return strategy.data == DistributedDataParallelStrategy(**options)

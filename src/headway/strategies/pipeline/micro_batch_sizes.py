@@ -1,4 +1,4 @@
-"""One job with other numbers of micro-batches: whether two recordings are of it, and what lies between the two."""
+"""Interpolates a job between two recordings with different numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from headway.scheduling.pipeline.schedule import Action, Pass
 from headway.strategies.pipeline.stage_times import StageTimes, micro_batches
 
 
-def unlike(one: Job, other: Job) -> tuple[str, str, str] | None:
-    """What two recordings of a pipeline differ in besides the number of micro-batches, with what each has; or None.
+def first_difference(first: Job, second: Job) -> tuple[str, str, str] | None:
+    """The first difference between two recordings other than the number of micro-batches, or None.
 
-    That they train on batches of one size is seen from what stages hand on: of all micro-batches together as much.
+    Returns what differs and the value of each. Batch sizes are compared by the total size of the tensors between
+    stages.
     """
     for what, of in _COMPARED:
-        mine, others = of(one), of(other)
-        if mine != others:
-            return what, mine, others
+        in_first, in_second = of(first), of(second)
+        if in_first != in_second:
+            return what, in_first, in_second
     return None
 
 
-def _stages_said(job: Job) -> str:
+def _describe_stages(job: Job) -> str:
     return ", ".join(
         f"{len(stage.parameters)} parameters in {stage.size_bytes} bytes ({stage.fingerprint})"
         for stage in job.stages
     )
 
 
-def _places_said(job: Job) -> str:
+def _describe_ranks(job: Job) -> str:
     """The stages of every rank."""
-    found = {
+    stages_of_rank = {
         rank: sorted({action.stage for action in StageTimes.of(timeline[0]).passes_ns})
         for rank, timeline in job.steps.timelines.items()
     }
-    return ", ".join(f"{stages} on rank {rank}" for rank, stages in sorted(found.items()))
+    return ", ".join(f"{stages} on rank {rank}" for rank, stages in sorted(stages_of_rank.items()))
 
 
-def _handed_on_said(job: Job) -> str:
-    return ", ".join(f"{micro_batches(job.steps) * each} bytes" for each in job.boundary_bytes)
+def _describe_messages(job: Job) -> str:
+    return ", ".join(f"{micro_batches(job.steps) * size_bytes} bytes" for size_bytes in job.boundary_bytes)
 
 
 _COMPARED: tuple[tuple[str, Callable[[Job], str]], ...] = (
     ("the world size", lambda job: f"{job.world_size} workers"),
     ("the mesh", lambda job: f"{dict(job.mesh) or 'one pipeline'}"),
     ("the number of stages", lambda job: f"{len(job.stages)} stages"),
-    ("the parameters of stages", _stages_said),
-    ("the ranks of stages", _places_said),
+    ("the parameters of stages", _describe_stages),
+    ("the ranks of stages", _describe_ranks),
     ("the optimizer", lambda job: ", ".join(job.optimizers.names) or "none"),
-    ("the batch, by what stages hand on of all of it", _handed_on_said),
+    ("the batch, by what stages hand on of all of it", _describe_messages),
 )
 
 
 def counts_between(recorded: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Numbers of micro-batches between ``recorded`` ones, each with the next smaller and larger of these.
+    """Counts between the ``recorded`` ones, each with the next smaller and next larger recorded count.
 
-    Those that certainly split the batch evenly: it can be split into each of the recorded ones, and so into every
-    divisor of their least common multiple.
+    Only counts that certainly split the batch evenly: divisors of the least common multiple of the recorded counts.
     """
     every = math.lcm(*recorded)
     ordered = sorted(recorded)
@@ -72,23 +72,22 @@ def counts_between(recorded: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class Between:
-    """A job with a number of micro-batches that was not recorded; its computation may be off by ``share``."""
+class Interpolated:
+    """A job with an unrecorded number of micro-batches; its computation may be off by the fraction ``share``."""
 
     job: Job
     share: float
 
 
-def between(fewer: Job, more: Job, count: int) -> Between:
-    """The job of ``count`` micro-batches, between two that were recorded.
+def interpolated(fewer: Job, more: Job, count: int) -> Interpolated:
+    """Interpolate the job of ``count`` micro-batches between two recorded ones.
 
-    A pass takes, and a stage holds, a constant and so much a sample: both are affine in the size of a micro-batch,
-    which is in proportion to 1 / ``count``. How far passes may be from that follows from two things that hold of any
-    device: a larger micro-batch takes no less time, and no more for each of its samples.
+    Times and memory are affine in the micro-batch size, which is proportional to 1 / ``count``. The error bound follows
+    from two facts that hold on any device: a larger micro-batch takes at least as long, and at most as long per sample.
     """
     ends = micro_batches(fewer.steps), micro_batches(more.steps)
     assert ends[0] < count < ends[1]
-    mixed = _Mixed(*ends, count)
+    mixed = _Interpolation(*ends, count)
     timelines: dict[int, tuple[Timeline, ...]] = {}
     share = 0.0
     for rank, timeline in fewer.steps.timelines.items():
@@ -98,12 +97,14 @@ def between(fewer: Job, more: Job, count: int) -> Between:
     stages = tuple(map(mixed.model, fewer.stages, more.stages))
     boundary_bytes = tuple(map(mixed.number, fewer.boundary_bytes, more.boundary_bytes))
     steps = Computation(timelines, fewer.steps.warm_up_steps)
-    return Between(replace(fewer, stages=stages, computation=steps, boundary_bytes=boundary_bytes), share)
+    return Interpolated(
+        replace(fewer, stages=stages, computation=steps, boundary_bytes=boundary_bytes), share
+    )
 
 
 @dataclass(frozen=True)
-class _Mixed:
-    """What lies between ``fewer`` micro-batches and ``more``."""
+class _Interpolation:
+    """Linear interpolation between ``fewer`` and ``more`` micro-batches."""
 
     fewer: int
     more: int
@@ -111,14 +112,14 @@ class _Mixed:
 
     @property
     def weight(self) -> float:
-        """How much the size of a micro-batch is that of ``fewer`` rather than that of ``more``."""
+        """The weight of ``fewer``: 1 at its micro-batch size, 0 at that of ``more``."""
         return (1 / self.count - 1 / self.more) / (1 / self.fewer - 1 / self.more)
 
     def number(self, fewer: float, more: float) -> int:
         return round(self.weight * fewer + (1 - self.weight) * more)
 
     def timeline(self, fewer: Timeline, more: Timeline) -> Timeline:
-        """A step, of passes in some order; what stands around them is that of the nearer recording."""
+        """A step with interpolated passes; everything around them is taken from the nearer recording."""
         ends = StageTimes.of(fewer), StageTimes.of(more)
         near = ends[0] if self.weight >= 0.5 else ends[1]
         items = [item for block in near.before for item in block.items]
@@ -129,8 +130,8 @@ class _Mixed:
                     points = near.first if part == Part.FORWARD else near.last
                     at = 0 if part == Part.FORWARD else self.count - 1
                     if number == at and (block := points.get(stage)) is not None:
-                        own = block.scaled(self.number(*pair) / max(1, block.duration_ns))
-                        items += own.of_micro_batch(number).items
+                        scaled = block.scaled(self.number(*pair) / max(1, block.duration_ns))
+                        items += scaled.of_micro_batch(number).items
                     else:
                         items.append(
                             Item(part, duration_ns=self.number(*pair), stage=stage, micro_batch=number)
@@ -141,7 +142,7 @@ class _Mixed:
     def _pair(
         self, ends: tuple[StageTimes, StageTimes], kind: Pass, stage: int, number: int
     ) -> tuple[int, int]:
-        """What a pass of a micro-batch took in both recordings: of those that come as far along the batch."""
+        """The times (ns) of the corresponding pass in both recordings: at the same position in the batch."""
         fewer, more = (
             times.passes_ns[Action(kind, stage, number * recorded // self.count)]
             for times, recorded in zip(ends, (self.fewer, self.more), strict=True)
@@ -149,7 +150,7 @@ class _Mixed:
         return fewer, more
 
     def share(self, fewer: StageTimes, more: StageTimes) -> float:
-        """By how much all passes of a rank together may be off, as a share of what they take."""
+        """The error bound of all passes of a rank together, as a fraction of their time."""
         taken_ns = least_ns = most_ns = 0.0
         for kind, stage in {(action.kind, action.stage) for action in fewer.passes_ns}:
             for number in range(self.count):
@@ -182,4 +183,6 @@ class _Mixed:
         self, fewer: StageMemory | HalvedBackward, more: StageMemory | HalvedBackward
     ) -> dict[str, object]:
         both = ((name, getattr(fewer, name), getattr(more, name)) for name in type(fewer).model_fields)
-        return {name: self.number(one, other) for name, one, other in both if type(one) is int}
+        return {
+            name: self.number(in_fewer, in_more) for name, in_fewer, in_more in both if type(in_fewer) is int
+        }

@@ -1,4 +1,4 @@
-"""Pipelines of ``torch.distributed.pipelining`` as a strategy: the stages are the script's, the order is ours."""
+"""Plugin for pipelines of ``torch.distributed.pipelining``: keeps the script's stages and sets their order."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
     from headway.strategies.base import Strategy
-    from headway.strategies.pipeline.pipelined import PipelinedModel
-    from headway.strategies.pipeline.placement import Placement, Replicate
+    from headway.strategies.pipeline.pipelined import PipelinedModel, Placement, Replicate
 
 
 def candidates(job: Job) -> Iterator[PipelineStrategy]:
-    """Orders for the micro-batches that were recorded; none for a model in one piece."""
+    """Candidate orders for the recorded number of micro-batches; none for an unsplit model."""
     count = micro_batches(job.steps) if len(job.stages) > 1 else 0
     if not count:
         return
@@ -56,7 +55,7 @@ def candidates(job: Job) -> Iterator[PipelineStrategy]:
 
 
 def _looped(job: Job, ranks: int, micro_batches: int) -> Iterator[PipelineStrategy]:
-    """Orders of several stages a rank, where these lie as the orders have them."""
+    """Orders for several stages per rank, if stage ``s`` is on rank ``s % ranks``."""
     if any(
         action.stage % ranks != rank
         for rank, timeline in job.steps.timelines.items()
@@ -69,7 +68,7 @@ def _looped(job: Job, ranks: int, micro_batches: int) -> Iterator[PipelineStrate
 
 
 def group_sizes(micro_batches: int) -> list[int]:
-    """Sizes of groups of more than one, but for those that make no fewer groups than a smaller one, and hold more."""
+    """Group sizes above 1; skips sizes that need more memory than a smaller one for the same number of groups."""
     smallest: dict[int, int] = {}
     for size in range(2, micro_batches + 1):
         smallest.setdefault(-(-micro_batches // size), size)
@@ -77,19 +76,19 @@ def group_sizes(micro_batches: int) -> list[int]:
 
 
 def step_bound_ms(job: Job) -> float:
-    """What no order of these stages can beat, as the mean of the recorded steps, if transfers take no time at all."""
+    """A lower bound (ms) for every order of these stages: the mean over recorded steps, with instant transfers."""
     ranks = tuple(sorted(job.steps.timelines))
     pipelines = groups_along(job.mesh, PIPELINE) if job.mesh else (ranks,)
     return max(_pipeline_bound_ms(job, pipeline) for pipeline in pipelines)
 
 
 def busiest_rank_ms(job: Job) -> float:
-    """What no order can beat wherever stages are: the work of the rank that has most of it."""
+    """A lower bound (ms) wherever stages are placed: the work of the busiest rank."""
     return max(_pipeline_bound_ms(job, (rank,)) for rank in job.steps.timelines)
 
 
 def _pipeline_bound_ms(job: Job, ranks: Sequence[int]) -> float:
-    """The same of one pipeline of several, whose stages are on ``ranks`` in order."""
+    """The lower bound of one pipeline, whose stages are on ``ranks`` in order."""
     factors = [job.steps.factor_of(rank) for rank in ranks]
     steps = list(zip(*(job.steps.timelines[rank] for rank in ranks), strict=False))
     bounds_ns = [_bound_ns([StageTimes.of(timeline) for timeline in step], factors) for step in steps]
@@ -97,8 +96,9 @@ def _pipeline_bound_ms(job: Job, ranks: Sequence[int]) -> float:
 
 
 def _bound_ns(stages: Sequence[StageTimes], factors: Sequence[float]) -> float:
-    """A rank does its own work; and between its last backward of a step and its first forward of the next, those of the
-    stages before it come. Of backwards the gradients of inputs alone, for weights may be put off.
+    """A rank does its own work, and waits for earlier stages between its last backward and its next first forward.
+
+    Of backwards only input gradients count, because weight gradients may be deferred.
     """
     bound_ns = others_ns = 0.0
     for times, factor in zip(stages, factors, strict=True):
@@ -117,10 +117,10 @@ _STAY = "Construct the schedule with n_microbatches as planned, or plan from rec
 
 
 def split_as_planned(steps: PipelineSteps, strategy: PipelineStrategy) -> bool:
-    """Have the script's batches split into the plan's number of micro-batches; returns whether that changes anything.
+    """Split the script's batches into the plan's number of micro-batches; returns whether that is a change.
 
-    Raises PlanError where that would change what is trained, as far as it can be told before the first step; the rest
-    in the first: where the loss of several samples is not the mean of theirs.
+    Raises PlanError if that would change the gradients, as far as this is known before the first step. The first step
+    checks that the loss is a mean over samples.
     """
     planned = strategy.micro_batches
     if planned in (None, steps.micro_batches) or strategy.script_micro_batches != steps.micro_batches:
@@ -140,18 +140,18 @@ def _why_not(steps: PipelineSteps) -> str:
     if len(steps.stages) > 1:
         return "the script's ranks have several stages"
     if not steps.divides_gradients:
-        return "the script divides gradients by it itself (scale_grads=False)"
+        return "the script scales gradients itself (scale_grads=False)"
     for stage, module in steps.modules.items():
-        if any(isinstance(each, _OF_BATCHES) for each in module.modules()):
+        if any(isinstance(submodule, _OF_BATCHES) for submodule in module.modules()):
             return f"BatchNorm in stage {stage} would see micro-batches of another size"
     return ""
 
 
 def _check_mean(got: str, loss_of: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
-    """Raise PlanError unless the loss of a micro-batch is the mean of its parts', as far as the script's tells.
+    """Raise PlanError unless the loss of a micro-batch is the mean of the losses of its parts.
 
-    torch divides gradients by the number of micro-batches. Behind a sum of losses, or a mean over what differs in
-    number from sample to sample, another number of them would give other gradients.
+    torch divides gradients by the number of micro-batches. With a sum of losses, or a mean over tokens whose number
+    varies per sample, another number of micro-batches would give other gradients.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.dim()):
         return
@@ -163,29 +163,29 @@ def _check_mean(got: str, loss_of: Callable[[Any, Any], Any], output: Any, targe
     else:
         cuts = (slice(0, rows // 2), slice(rows // 2, rows))
         pieces = [(output[cut], target[cut]) for cut in cuts]
-    (whole, tolerance), *parts = (_loss(loss_of, *each) for each in ((output, target), *pieces))
-    samples = [len(each) for each, _ in pieces]
+    (full_loss, tolerance), *parts = (_loss(loss_of, *piece) for piece in ((output, target), *pieces))
+    samples = [len(outputs) for outputs, _ in pieces]
     mean = sum(count * loss for count, (loss, _) in zip(samples, parts, strict=True)) / sum(samples)
-    if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
+    if abs(mean - full_loss) > tolerance * max(abs(mean), abs(full_loss)):
         raise PlanError(
             "the number of micro-batches cannot be changed: the script's loss is not a mean over samples, so gradients "
             "would differ",
-            got=got, expected="a loss that is as large for a micro-batch as for its halves in the mean", fix=_STAY,
+            got=got, expected="a loss whose value equals the mean over halves of the micro-batch", fix=_STAY,
         )  # fmt: skip
 
 
 def _loss(
     loss_of: Callable[[Any, Any], Any], output: torch.Tensor, target: torch.Tensor
 ) -> tuple[float, float]:
-    """The loss, without gradients, and as if no random numbers were drawn, with how exact it is.
+    """The loss and its tolerance, without gradients and without advancing random number generators.
 
-    It is not a number where a script has none of such a size.
+    The loss is NaN if the script's function fails for this size.
     """
     device = output.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             loss = torch.as_tensor(loss_of(output, target))
-            exact = max(torch.finfo(each.dtype).eps for each in (output, loss))
+            exact = max(torch.finfo(tensor.dtype).eps for tensor in (output, loss))
             return float(loss), max(1e-3, exact**0.5)
         except Exception:  # a script's own function, given what it was not written for
             return math.nan, 0.0
@@ -203,9 +203,9 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
 
         if (ranks := len(graph.schedule.ranks)) != job.world_size:
             raise PlanError(
-                "replay of a pipeline needs the ranks of one",
+                "cannot replay: the job's ranks are not one pipeline",
                 got=f"{ranks} ranks of a pipeline on {job.world_size} ranks",
-                fix="For several pipelines side by side, give a mesh of stages and replicas.",
+                fix="For replicated pipelines, give a mesh of stages and replicas.",
             )
         if isinstance(graph.schedule, RecordedPipelineSchedule):
             return RecordedLayout(graph)
@@ -213,7 +213,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         return PipelineLayout(graph, graph.schedule, job.boundary_bytes)
 
     def footprint(self, job: Job, schedule: PipelineSchedule, stage: int) -> Footprint:
-        """Activations of every micro-batch in flight, and messages that are on their way."""
+        """The activations of micro-batches in flight, and receive buffers."""
         model = job.stages[stage]
         inward = job.boundary_bytes[max(0, stage - 1) : stage + 1]
         return Footprint(
@@ -228,7 +228,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         return memory.peak_bytes(job, schedule, stage)
 
     def messages(self, schedule: PipelineSchedule, world_size: int, library: str) -> int:
-        """One: what a pass sends is one message a neighbour."""
+        """One: a pass sends one message per neighbour."""
         del schedule, world_size, library
         return 1
 
@@ -241,21 +241,26 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
     def following(
         self, strategy: PipelineStrategy, fitting: Sequence[Strategy]
     ) -> tuple[PipelineStrategy, Sequence[Strategy]] | None:
-        own = grouped_by(strategy)
-        if own is None:
+        group_size = grouped_by(strategy)
+        if group_size is None:
             return None
         alike = [  # batches are split anew when a job starts, and not later
-            each
-            for each in fitting
-            if isinstance(each, PipelineStrategy) and each.micro_batches == strategy.micro_batches
+            candidate
+            for candidate in fitting
+            if isinstance(candidate, PipelineStrategy) and candidate.micro_batches == strategy.micro_batches
         ]
-        others = {size: each for each in alike if (size := grouped_by(each)) is not None}
-        sizes = tuple(sorted(others.keys() - {own}))
-        orders: dict[str, PipelineStrategy] = {each.order: each for each in alike}
+        by_size = {size: candidate for candidate in alike if (size := grouped_by(candidate)) is not None}
+        sizes = tuple(sorted(by_size.keys() - {group_size}))
+        orders: dict[str, PipelineStrategy] = {candidate.order: candidate for candidate in alike}
         # Not every module permits halved backwards, and a job must not find that out in the middle.
         other_orders = tuple(order for order in ("eager-1f1b",) if order in orders)
-        update = {"order": GROUPED, "group_size": own, "group_sizes": sizes, "other_orders": other_orders}
-        among = [strategy, *(others[size] for size in sizes), *(orders[order] for order in other_orders)]
+        update = {
+            "order": GROUPED,
+            "group_size": group_size,
+            "group_sizes": sizes,
+            "other_orders": other_orders,
+        }
+        among = [strategy, *(by_size[size] for size in sizes), *(orders[order] for order in other_orders)]
         return strategy.model_copy(update=update), among
 
     def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
@@ -282,7 +287,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
     def wrap(self, module: nn.Module, strategy: PipelineStrategy, **ddp_options: Any) -> nn.Module:
         del module, ddp_options
         raise UnsupportedError(
-            "a module in one piece cannot be wrapped as a pipeline",
+            "cannot wrap an unsplit module as a pipeline",
             got=strategy.describe(),
             fix="Build stages and a schedule with torch.distributed.pipelining, and start the script with headway run.",
         )
@@ -298,26 +303,26 @@ def pipelined(
     placement: Placement | None = None,
     replicate: Replicate | None = None,
 ) -> PipelinedModel:
-    """This rank's stage of ``model``, trained under ``strategy`` from its first step on.
+    """Build this rank's stage of ``model``, trained under ``strategy`` from the first step on.
 
-    On a mesh, ``placement`` says where this rank is, and ``replicate`` wraps the stage among its replicas. Raises
-    UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
+    On a mesh, ``placement`` gives this rank's position and ``replicate`` wraps the stage for its replicas. Raises
+    UserError if an argument is missing, PlanError and UnsupportedError if the model cannot be split as asked.
     """
-    from headway.strategies.pipeline import runtime as lost
+    from headway.strategies.pipeline import runtime
     from headway.strategies.pipeline.pipelined import PipelinedModel
 
     if strategy.order == RECORDED:
         raise PlanError(
-            "a model that is cut into stages has no order of its own", got=strategy.describe(),
-            fix="Name an order in the plan.",
+            "the plan does not name an order of micro-batches", got=strategy.describe(),
+            fix="Set order in the plan, such as 1f1b.",
         )  # fmt: skip
-    with lost.among("cutting the model into stages"):
-        found = PipelinedModel(
+    with runtime.among("cutting the model into stages"):
+        pipelined_model = PipelinedModel(
             model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
         )
-    if not found.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
-        _Injection().take_over(found.steps, strategy)
-    return found
+    if not pipelined_model.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
+        _Injection().take_over(pipelined_model.steps, strategy)
+    return pipelined_model
 
 
 class _Injection(ScheduleInjection[PipelineStrategy]):

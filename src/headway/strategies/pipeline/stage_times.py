@@ -1,4 +1,8 @@
-"""How long a rank's passes take, by what of a step they are: taken from its timeline."""
+"""Splits layers into balanced stages (``split``), and reads the times of passes off timelines (``StageTimes``).
+
+A step takes about as long as one micro-batch through all stages and messages and back, plus the slowest stage or
+message for each further one. Splits are compared by that sum, which a replay then refines.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,13 @@ from headway.errors import PlanError
 from headway.graph.computation import Computation, ComputeBlock, Item, Part, Point, Timeline, blocks_of
 from headway.scheduling.pipeline.schedule import Action, Pass
 
-# Cutting a model into the stages of a pipeline: which contiguous layers each stage has.
-#
-# A micro-batch takes the sum of all stages and messages to go through once and come back, and behind the first the others
-# follow as fast as the slowest stage or message lets them. Splits are compared by that sum, which a replay then refines.
-
 
 @dataclass(frozen=True, slots=True)
 class SplitLayer:
-    """A layer of one micro-batch: its times, its parameters, and what it leaves for backward.
+    """The costs of one layer for one micro-batch.
 
-    ``cut_bytes`` is what the next stage is handed if the model is cut behind this layer, and what comes back; None
-    where it cannot be cut.
+    ``kept_bytes`` are its activations. ``cut_bytes`` is the size of the message in each direction if the model is split
+    after this layer; None if it cannot be split there.
     """
 
     name: str
@@ -35,9 +34,9 @@ class SplitLayer:
 
 @dataclass(frozen=True, slots=True)
 class SplitMemory:
-    """What a stage may hold: ``limit_bytes`` of ``parameter_factor`` times its parameters and what layers keep.
+    """A memory limit for stages: ``parameter_factor`` times the parameters plus activations within ``limit_bytes``.
 
-    Stage ``s`` keeps ``min(micro_batches, group_size * (stages - s))`` micro-batches.
+    Stage ``s`` holds the activations of ``min(micro_batches, group_size * (stages - s))`` micro-batches.
     """
 
     limit_bytes: int
@@ -53,9 +52,9 @@ class SplitMemory:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """``ends[s]`` is the number of layers of the stages up to and with ``s``; the last is that of all.
+    """A split of layers: stage ``s`` has the layers from ``ends[s - 1]`` (0 for the first) up to ``ends[s]``.
 
-    ``once_ns`` is what one micro-batch takes there and back, ``bottleneck_ns`` what each further one adds.
+    ``once_ns`` is the time of one micro-batch forward and back, ``bottleneck_ns`` what each further one adds.
     """
 
     ends: tuple[int, ...]
@@ -63,7 +62,7 @@ class Split:
     bottleneck_ns: float
 
     def step_ns(self, micro_batches: int) -> float:
-        """About how long a step of so many micro-batches takes."""
+        """The estimated time of a step."""
         return self.once_ns + (micro_batches - 1) * self.bottleneck_ns
 
     def layers(self, stage: int) -> range:
@@ -72,7 +71,7 @@ class Split:
 
 
 Passing = Callable[[int, int], float]
-"""How long a message of so many bytes (second) takes from a stage (first) to the next, or back."""
+"""(stage, bytes) -> ns: the time of a message from a stage to the next, or back."""
 
 
 def split(
@@ -85,14 +84,13 @@ def split(
     memory: SplitMemory | None = None,
     keep: int = 1,
 ) -> tuple[Split, ...]:
-    """The best splits of ``layers`` into ``stages``, best first: at most ``keep`` that no other beats in both times.
+    """Find the best splits of ``layers`` into ``stages``: up to ``keep`` Pareto-optimal ones, best first.
 
-    ``speeds[s]`` is how fast the device of stage ``s`` is (1 as that on which layers take their times). A message does
-    not slow its stages' computation down, but no more than one goes each way at a time. None are found where the layers
-    permit too few cuts, or stages do not fit ``memory``. Raises ValueError for fewer than one stage or micro-batch.
+    ``speeds[s]`` is the speed of the device of stage ``s`` relative to that on which layers were timed. Messages overlap
+    with computation, one at a time in each direction. Empty if there are too few places to split or stages do not fit
+    ``memory``. Raises ValueError for fewer than one stage or micro-batch.
 
-    The search is exact: of the first stages up to a layer, whatever is worse in both times than another split of them
-    is worse in whatever follows.
+    The search is exact: a partial split that is worse in both times than another up to the same layer stays worse.
     """
     if stages < 1 or micro_batches < 1:
         raise ValueError("a pipeline has at least one stage and one micro-batch")
@@ -101,14 +99,14 @@ def split(
     parameters = _sums(layer.parameter_bytes for layer in layers)
     kept = _sums(layer.kept_bytes for layer in layers)
     cuts = [0, *(i for i, layer in enumerate(layers[:-1], 1) if layer.cut_bytes is not None), len(layers)]
-    found: dict[int, _Frontier] = {0: _Frontier([Split((), 0.0, 0.0)])}
+    frontiers: dict[int, _Frontier] = {0: _Frontier([Split((), 0.0, 0.0)])}
     for stage in range(stages):
         reached: dict[int, _Frontier] = {}
         last = stage == stages - 1
         for end in cuts[-1:] if last else cuts[1:-1]:
             cut_bytes = 0 if last else layers[end - 1].cut_bytes or 0
             message_ns = 0.0 if last else passing_ns(stage, cut_bytes)
-            for begin, frontier in found.items():
+            for begin, frontier in frontiers.items():
                 if begin >= end:
                     continue
                 if memory and not memory.permits(
@@ -116,27 +114,27 @@ def split(
                 ):
                     continue
                 busy_ns = (times[end] - times[begin]) / speeds[stage]
-                for each in frontier.splits:
+                for candidate in frontier.splits:
                     more = Split(
-                        (*each.ends, end),
-                        each.once_ns + busy_ns + 2 * message_ns,
-                        max(each.bottleneck_ns, busy_ns, message_ns),
+                        (*candidate.ends, end),
+                        candidate.once_ns + busy_ns + 2 * message_ns,
+                        max(candidate.bottleneck_ns, busy_ns, message_ns),
                     )
                     reached.setdefault(end, _Frontier([])).add(more)
-        found = reached
-    ends = found.get(len(layers))
-    best = sorted(ends.splits if ends else (), key=lambda each: each.step_ns(micro_batches))
+        frontiers = reached
+    ends = frontiers.get(len(layers))
+    best = sorted(ends.splits if ends else (), key=lambda candidate: candidate.step_ns(micro_batches))
     return tuple(best[:keep])
 
 
 class _Frontier:
-    """Splits of which none is beaten in both times: the longer the bottleneck, the less the time for one."""
+    """Pareto-optimal splits, sorted by bottleneck."""
 
     def __init__(self, splits: list[Split]) -> None:
         self.splits = splits
 
     def add(self, new: Split) -> None:
-        """Add a split, unless it is beaten, and drop those that it beats."""
+        """Add a split unless it is dominated, and drop those that it dominates."""
         at = bisect_left(self.splits, _key(new), key=_key)
         if at and self.splits[at - 1].once_ns <= new.once_ns:
             return
@@ -154,17 +152,17 @@ def _sums(values: Iterable[float]) -> list[float]:
 
 
 INPUT_SHARE = 0.5
-"""Of a backward's time, for the gradients of inputs, where the other half is put off."""
+"""The fraction of a backward's time that input gradients take, if weight gradients are deferred."""
 PASSES = {Part.FORWARD: Pass.FORWARD, Part.BACKWARD: Pass.BACKWARD}
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One step of one rank: ``passes_ns`` of its actions, and what it computes before the first and after the last.
+    """The times of one rank's step: ``passes_ns`` of its actions, and the blocks before the first and after the last.
 
-    What stands between two passes counts to the one before it. ``passes_ns`` has whole backwards only. ``first`` is of
-    each stage a forward with the points at which it uses modules, ``last`` the backward that readies gradients, with
-    those at which it does. ``finalize_ns`` is the part of a stage's passes in which buckets were copied back.
+    Time between two passes counts to the earlier one. ``passes_ns`` has whole backwards only. ``first[s]`` is a forward
+    of stage ``s`` with the points at which it uses modules, ``last[s]`` the backward with the points at which gradients
+    become ready. ``finalize_ns[s]`` is the part of its passes in which buckets were copied back.
     """
 
     before: tuple[ComputeBlock, ...]
@@ -176,7 +174,7 @@ class StageTimes:
 
     @classmethod
     def of(cls, timeline: Timeline) -> StageTimes:
-        """Read them off the blocks of ``timeline``, in whatever order it has them."""
+        """Read the times off ``timeline``, whatever its order of passes."""
         blocks = blocks_of(timeline)
         places = [index for index, block in enumerate(blocks) if _action(block) is not None]
         if not places:
@@ -197,9 +195,9 @@ class StageTimes:
         return cls(blocks[:first], passes_ns, blocks[last:], first_of, last_of, finalize_ns)
 
     def duration_ns(self, action: Action, input_share: float) -> int:
-        """How long ``action`` takes; of a backward that is halved, the gradients of inputs take ``input_share``.
+        """The time of ``action``; input gradients take ``input_share`` of a split backward.
 
-        Raises KeyError for a pass that the timeline does not have.
+        Raises KeyError for a pass that is not in the timeline.
         """
         kind, stage, micro_batch = action
         if kind in (Pass.FORWARD, Pass.BACKWARD):
@@ -209,15 +207,15 @@ class StageTimes:
         return inputs_ns if kind is Pass.INPUT_GRADIENT else whole_ns - inputs_ns
 
     def using(self, action: Action) -> tuple[Item, ...]:
-        """The forward ``action`` with the points at which it uses modules: it is the first of its stage."""
+        """The items of ``action``, the first forward of its stage, with the points at which it uses modules."""
         return self._with_points(self.first.get(action.stage), Part.FORWARD, action)
 
     def readying(self, action: Action) -> tuple[Item, ...]:
-        """The backward ``action`` with the points at which gradients are ready: it is the last of its stage."""
+        """The items of ``action``, the last backward of its stage, with the points at which gradients become ready."""
         return self._with_points(self.last.get(action.stage), Part.BACKWARD, action)
 
     def _with_points(self, block: ComputeBlock | None, part: str, action: Action) -> tuple[Item, ...]:
-        """Where ``block`` is another micro-batch's, the points are at the same shares of ``action``."""
+        """The items of ``block``, scaled to ``action`` if they belong to another micro-batch."""
         if block is None:
             return (Item(part, duration_ns=self.passes_ns[action]),)
         if block.micro_batch != action.micro_batch:
@@ -235,26 +233,26 @@ def _action(block: ComputeBlock) -> Action | None:
 
 
 def recorded_actions(computation: Computation) -> tuple[tuple[Action, ...], ...]:
-    """What every rank of a pipeline computed in its first recorded step, in its order; of several, the first's."""
+    """The actions of every rank of a pipeline in its first recorded step; of several pipelines those of the first."""
     timelines = computation.timelines
-    found: dict[frozenset[int], tuple[Action, ...]] = {}
+    actions_of_stages: dict[frozenset[int], tuple[Action, ...]] = {}
     for rank in sorted(timelines):
         actions = tuple(StageTimes.of(timelines[rank][0]).passes_ns)
-        found.setdefault(frozenset(action.stage for action in actions), actions)
-    return tuple(found.values())
+        actions_of_stages.setdefault(frozenset(action.stage for action in actions), actions)
+    return tuple(actions_of_stages.values())
 
 
 def check_as_many(planned: int, computation: Computation) -> None:
-    """Raise PlanError where ``planned`` is another number of micro-batches than recorded steps have."""
+    """Raise PlanError if ``planned`` differs from the recorded number of micro-batches."""
     recorded = micro_batches(computation)
     if recorded != planned:
         raise PlanError(
-            "the plan is for another number of micro-batches than was recorded", got=f"{planned}",
-            expected=f"{recorded}", fix="Replay it on a recording of as many, or give optimize both recordings.",
+            "the plan's number of micro-batches differs from the recording's", got=f"{planned}",
+            expected=f"{recorded}", fix="Replay a recording with that number, or pass both recordings to optimize.",
         )  # fmt: skip
 
 
 def micro_batches(computation: Computation) -> int:
-    """How many micro-batches the first recorded step goes through its stages in; 0 where it is no pipeline's."""
+    """The number of micro-batches in the first recorded step; 0 if it is not a pipeline."""
     actions = (action for recorded_action in recorded_actions(computation) for action in recorded_action)
     return 1 + max((action.micro_batch for action in actions), default=-1)

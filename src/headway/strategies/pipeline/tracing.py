@@ -1,14 +1,14 @@
-"""Recording the calls that a module's forward makes, so that they can be divided among stages.
+"""Records the calls of a module's forward, so that they can be divided among stages.
 
-The forward is gone through once with fake tensors, which have shapes and types and compute nothing. Its submodules are
-called as they are, and one call of one is recorded as such: only the modules that are to be divided are looked into,
-down to the functions of torch that they call. A stage then makes its share of these calls on the original submodules.
+The forward runs once with fake tensors, which have shapes and dtypes but compute nothing. A call of a submodule is
+recorded as one call; only modules that are to be split are traced into, down to the torch functions that they call.
+A stage then makes its share of these calls on the original submodules.
 
-Torch's two tracers were tried first. ``torch.export``, which ``torch.distributed.pipelining.pipeline`` is built on,
-flattens every submodule into operations: dropout and batch norm stay in the mode in which they were traced, checkpoints
-and hooks are gone. ``torch.fx.symbolic_trace`` keeps submodules, and refuses whatever asks for a shape, as ``assert
-t <= self.block_size`` does. Here shapes are numbers, so such code runs as it is; what a forward decides by *values* of
-tensors is refused. Constants that come of shapes are part of a recording, which holds for batches of these shapes.
+Why not torch's tracers: ``torch.export``, which ``torch.distributed.pipelining.pipeline`` is built on,
+flattens every submodule into operations: dropout and batch norm keep the mode in which they were traced, checkpoints
+and hooks are lost. ``torch.fx.symbolic_trace`` keeps submodules, but refuses code that looks at a shape, such as
+``assert t <= self.block_size``. Here shapes are numbers, so such code runs unchanged; a forward that branches on the
+*values* of tensors is refused. Constants derived from shapes are recorded, so a recording holds for these shapes.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ _MOST = 100_000  # objects that are looked at
 
 
 def objects_in(value: Any) -> Iterator[Any]:
-    """The objects with attributes in nested containers; modules, tensors and functions apart."""
+    """The objects with attributes in nested containers, except modules, tensors and functions."""
     left, seen = [value], set[int]()
     while left:
-        each = left.pop()
-        if isinstance(each, dict | list | tuple | set | frozenset):
-            if id(each) not in seen:  # a container may contain itself
-                seen.add(id(each))
-                left += _inside(each)
-        elif hasattr(each, "__dict__") and not (
-            isinstance(each, torch.Tensor | nn.Module | type) or callable(each)
+        item = left.pop()
+        if isinstance(item, dict | list | tuple | set | frozenset):
+            if id(item) not in seen:  # a container may contain itself
+                seen.add(id(item))
+                left += _inside(item)
+        elif hasattr(item, "__dict__") and not (
+            isinstance(item, torch.Tensor | nn.Module | type) or callable(item)
         ):
-            yield each
+            yield item
 
 
 def keeps_tensors(value: Any) -> bool:
-    """Whether an object's attributes, or theirs, have a tensor that was computed without values."""
+    """Whether a fake tensor is reachable through an object's attributes."""
     left, seen = [value], set[int]()
     while left and len(seen) < _MOST:
-        each = left.pop()
-        if isinstance(each, torch.Tensor) and is_fake(each):
+        item = left.pop()
+        if isinstance(item, torch.Tensor) and is_fake(item):
             return True
-        if id(each) in seen or isinstance(each, torch.Tensor | nn.Module | type):
+        if id(item) in seen or isinstance(item, torch.Tensor | nn.Module | type):
             continue
-        seen.add(id(each))
-        left += _inside(each)
+        seen.add(id(item))
+        left += _inside(item)
     return False
 
 
@@ -76,21 +76,21 @@ def _inside(value: Any) -> list[Any]:
 
 _RESTORED = ("_parameters", "_buffers", "_modules")
 HOW_TO_MEND = (
-    "Put that part into a module of its own, which is then called as it is, choose split_points elsewhere, or build "
+    "Move that part into its own module, choose other split_points, or build "
     "stages with torch.distributed.pipelining and start the script with headway run."
 )
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where Python's and numpy's generators of random numbers are."""
+    """The states of Python's and numpy's random number generators."""
 
     python: Any
     numpy: Any
 
     @staticmethod
     def now() -> Drawn:
-        """Where they are now."""
+        """The current states."""
         arrays = sys.modules.get("numpy")
         if arrays is None:
             return Drawn(random.getstate(), None)
@@ -98,7 +98,7 @@ class Drawn:
         return Drawn(random.getstate(), (name, tuple(keys), *rest))
 
     def put_back(self) -> None:
-        """Have them draw the same again."""
+        """Restore these states."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -106,15 +106,15 @@ class Drawn:
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module, inside: set[str]) -> Iterator[None]:
-    """Put back what a forward changes of its modules.
+    """Undo what a forward changes in its modules.
 
-    Raises UnsupportedError for hooks and assignments of the modules ``inside``: recorded calls would not repeat them.
+    Raises UnsupportedError for hooks and attribute assignments of the modules ``inside``: stages would not repeat them.
     """
     for name in inside:
         if private.has_hooks(model.get_submodule(name)):
             raise UnsupportedError(
-                "a module that is divided among stages has hooks, which no rank could call", got=name or "the model",
-                fix="Register hooks of the modules that stages are made of.",
+                "a module that is split across stages has hooks, which no rank could call", got=name or "the model",
+                fix="Register the hooks on its submodules instead.",
             )  # fmt: skip
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     before = [(name, module, _attributes(module)) for name, module in model.named_modules()]
@@ -122,48 +122,56 @@ def left_as_it_was(model: nn.Module, inside: set[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, module, own in before:
+        for name, module, earlier in before:
             now = _attributes(module)
             if name in inside and changed is None:
-                changed = next((f"{name or 'model'}.{each}" for each in _differing(own, now)), None)
-            vars(module).update({each: value for each, value in own.items() if each not in _RESTORED})
-            for each in vars(module).keys() - own.keys():
-                del vars(module)[each]
-            for each in _RESTORED:
-                kept = vars(module)[each]
-                if kept != own[each] if each == "_modules" else _differing(own[each], kept):
+                changed = next(
+                    (f"{name or 'model'}.{attribute}" for attribute in _differing(earlier, now)), None
+                )
+            vars(module).update(
+                {attribute: value for attribute, value in earlier.items() if attribute not in _RESTORED}
+            )
+            for attribute in vars(module).keys() - earlier.keys():
+                del vars(module)[attribute]
+            for attribute in _RESTORED:
+                kept = vars(module)[attribute]
+                if (
+                    kept != earlier[attribute]
+                    if attribute == "_modules"
+                    else _differing(earlier[attribute], kept)
+                ):
                     kept.clear()
-                    kept.update(own[each])
+                    kept.update(earlier[attribute])
         with torch.no_grad():
-            for each, value in buffers:
-                each.copy_(value)
+            for buffer, value in buffers:
+                buffer.copy_(value)
     if changed is not None:
         raise UnsupportedError(
-            "forward of a module that is divided among stages assigns attributes, which recorded calls would not",
+            "the forward of a module that is split across stages assigns attributes, which the stages would not",
             got=changed, fix=HOW_TO_MEND,
         )  # fmt: skip
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: dict(own) if name in _RESTORED else own for name, own in vars(module).items()}
+    return {name: dict(value) if name in _RESTORED else value for name, value in vars(module).items()}
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name in one.keys() | other.keys():
-        mine, its = one.get(name), other.get(name)
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    names = []
+    for name in before.keys() | after.keys():
+        was, now = before.get(name), after.get(name)
         if name in _RESTORED:
-            found += _differing(mine or {}, its or {})
-        elif mine is not its or (name in one) != (name in other):
-            found.append(name)
-    return sorted(found)
+            names += _differing(was or {}, now or {})
+        elif was is not now or (name in before) != (name in after):
+            names.append(name)
+    return sorted(names)
 
 
 _ROOT, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
 
 class SplitInsideError(Exception):
-    """A ``pipe_split`` was called inside a module that was not looked into."""
+    """``pipe_split`` was called inside a module that is not traced into."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__()
@@ -179,10 +187,10 @@ def record(
     *,
     split_inside: bool = False,
 ) -> Recording:
-    """Go through ``model(*args, **kwargs)``, looking into the modules named in ``inside``; tensors are given by likes.
+    """Record ``model(*args, **kwargs)`` on fake tensors, tracing into the modules named in ``inside``.
 
-    Nothing is computed, and the model stays as it is. Raises UnsupportedError for a forward that calls would not tell
-    all of, SplitInsideError for a ``pipe_split`` elsewhere, if that is asked for.
+    Nothing is computed and the model does not change. Raises UnsupportedError for a forward that recorded calls cannot
+    reproduce; SplitInsideError for a ``pipe_split`` in another module, if ``split_inside``.
     """
     with left_as_it_was(model, inside), private.without_computing(), private.Draws() as draws:
         with torch.device(device):
@@ -202,17 +210,17 @@ def record(
         if drawn != Drawn.now():
             drawn.put_back()
             raise UnsupportedError(
-                "forward draws random numbers of Python or numpy between modules: they would be the same in every step",
-                got=type(model).__name__, fix="Draw them with torch, or put that part into a module of its own.",
+                "forward draws random numbers with Python or numpy; a pipeline would repeat them in every step",
+                got=type(model).__name__, fix="Draw them with torch, or move that part into its own module.",
             )  # fmt: skip
         return recorder.end(output)
 
 
-def _fake(each: Any) -> Any:
-    """A tensor as the batch will have it."""
-    if not isinstance(each, torch.Tensor):
-        return each
-    return torch.empty(each.shape, dtype=each.dtype, requires_grad=each.requires_grad)
+def _fake(value: Any) -> Any:
+    """An empty tensor like that of the batch."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
 
 
 class _Recorder(TorchFunctionMode):
@@ -246,7 +254,7 @@ class _Recorder(TorchFunctionMode):
         self._recording = Recording(())
 
     def looked_into(self) -> Iterator[nn.Module]:
-        """The modules whose own calls are recorded."""
+        """The modules that are traced into."""
         return (module for module in self._model.modules() if id(module) in self._inside)
 
     def begin(self, args: Any, kwargs: Any) -> None:
@@ -255,25 +263,22 @@ class _Recorder(TorchFunctionMode):
         self._recording.inputs = tuple(self._new(tensor) for tensor in tensors)
 
     def end(self, output: Any) -> Recording:
-        """All calls are made, and ``output`` is returned."""
+        """Finish the recording with the model's ``output``. Raises UnsupportedError if stages cannot return it."""
         keeper = next((object_ for object_ in self._objects.values() if keeps_tensors(object_)), None)
         if keeper is not None:
             raise self._refused(
-                "passes on an object that keeps tensors (in a model of Transformers, its config says use_cache=False "
-                "against it)",
+                "passes on an object that holds tensors (for Transformers, set use_cache=False in the config)",
                 type(keeper).__name__,
             )
         self._recording.output = private.mapped(self._stand_in, output)
         if any(isinstance(leaf, Attribute | torch.Tensor) for leaf in private.leaves(self._recording.output)):
-            raise self._refused(
-                "returns a tensor that it has not computed", "a parameter, buffer or constant"
-            )
+            raise self._refused("returns a tensor that it did not compute", "a parameter, buffer or constant")
         return self._recording
 
     # What is called --------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch."""
+        """Record a call of a torch function."""
         del types
         kwargs = kwargs or {}
         if private.is_pipe_split(func):
@@ -285,13 +290,13 @@ class _Recorder(TorchFunctionMode):
         return self.function_called(func, func, args, kwargs)
 
     def function_called(self, target: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """A function: ``function`` carries it out."""
+        """Record a call of ``target``; ``function`` carries it out."""
         if self._suspended:
             return function(*args, **kwargs)
         return self._record(target, function, args, kwargs)
 
     def module_called(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
-        """A module: ``call`` carries it out."""
+        """Record a call of a module, or trace into it; ``call`` carries it out."""
         names = self._modules.get(id(module))
         if names is None or (self._suspended and not self._split_inside):
             return call(*args, **kwargs)
@@ -313,21 +318,21 @@ class _Recorder(TorchFunctionMode):
     def _record(self, target: Any, carry_out: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = getattr(target, "__name__", "")
         if name == "register_hook":
-            raise self._refused("registers a hook of a tensor", name)
+            raise self._refused("registers a hook on a tensor", name)
         stand_ins = private.mapped(self._stand_in, args), private.mapped(self._stand_in, kwargs)
         self._objects.update((id(object_), object_) for object_ in objects_in((args, kwargs)))
         draws, drawn = self._draws.count, Drawn.now()
-        given = [leaf for leaf in private.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [version_of(each) for each in given]
+        inputs = [leaf for leaf in private.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in inputs]
         self._suspended = True
         try:
             result = carry_out(*args, **kwargs)
         finally:
             self._suspended = False
             drawn.put_back()  # a module draws its own
-        tensors = [each for each in private.leaves(result) if isinstance(each, torch.Tensor)]
-        written = [each for each, was in zip(given, versions, strict=True) if version_of(each) != was]
-        if not tensors and (result is not None or not given):
+        tensors = [leaf for leaf in private.leaves(result) if isinstance(leaf, torch.Tensor)]
+        written = [tensor for tensor, was in zip(inputs, versions, strict=True) if version_of(tensor) != was]
+        if not tensors and (result is not None or not inputs):
             return result  # a shape, a type, a mode
         ambience = Ambience.now(self._device)
         in_place = (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
@@ -343,7 +348,7 @@ class _Recorder(TorchFunctionMode):
             raise self._refused("changes a parameter or a buffer between modules", call.first.name)
         if private.in_checkpoint() and not self._in_checkpoint:
             raise self._refused(
-                "checkpoints what is no module, or keeps activations elsewhere", name or str(target)
+                "checkpoints something other than a module, or offloads activations", name or str(target)
             )
         for use in call.uses(Submodule):  # one that is checkpointed, too
             self._begins(self._modules[id(self._model.get_submodule(use.name))])
@@ -368,49 +373,53 @@ class _Recorder(TorchFunctionMode):
         if not memories:
             return ()
         return tuple(
-            Value(number) for number, each in enumerate(self._kept) if private.memory_of(each) in memories
+            Value(number) for number, kept in enumerate(self._kept) if private.memory_of(kept) in memories
         )
 
-    def _stand_in(self, each: Any) -> Any:
-        if isinstance(each, nn.Module):
-            return self._submodule(each)
-        if isinstance(each, MethodType) and isinstance(each.__self__, nn.Module):
-            return Submodule(self._submodule(each.__self__).name, each.__name__)
-        if not isinstance(each, torch.Tensor):
-            if _has_arguments(each):
-                raise self._refused("passes on a function of its own", getattr(each, "__qualname__", "?"))
-            return each
-        if value := self._values.get(id(each)):
+    def _stand_in(self, argument: Any) -> Any:
+        if isinstance(argument, nn.Module):
+            return self._submodule(argument)
+        if isinstance(argument, MethodType) and isinstance(argument.__self__, nn.Module):
+            return Submodule(self._submodule(argument.__self__).name, argument.__name__)
+        if not isinstance(argument, torch.Tensor):
+            if _has_arguments(argument):
+                raise self._refused(
+                    "passes on a closure or a function with default arguments",
+                    getattr(argument, "__qualname__", "?"),
+                )
+            return argument
+        if value := self._values.get(id(argument)):
             return value
-        if name := self._attributes.get(id(each)):
+        if name := self._attributes.get(id(argument)):
             return Attribute(name)
-        if private.is_fake(each):
+        if private.is_fake(argument):
             raise self._refused(
-                "uses a tensor that no function of torch has given it", f"shape {list(each.shape)}"
+                "uses a tensor that does not come from a torch function", f"shape {list(argument.shape)}"
             )
-        if each.requires_grad:
+        if argument.requires_grad:
             raise self._refused(
-                "uses a tensor with gradients that is no parameter", f"shape {list(each.shape)}"
+                "uses a tensor that requires gradients but is not a parameter",
+                f"shape {list(argument.shape)}",
             )
-        return each
+        return argument
 
     def _submodule(self, module: nn.Module) -> Submodule:
         names = self._modules.get(id(module))
         if names is None or id(module) in self._inside:
-            raise self._refused("passes on a module that is divided itself", type(module).__name__)
+            raise self._refused("passes on a module that is itself split", type(module).__name__)
         return Submodule(names[0])
 
     def _refused(self, what: str, got: str) -> UnsupportedError:
         where = f" in {self._calling[-1]}" if self._calling and self._calling[-1] else ""
         return UnsupportedError(
-            f"forward of {type(self._model).__name__} cannot be divided: it {what}",
+            f"forward of {type(self._model).__name__} cannot be split into stages: it {what}",
             got=f"{got}{where}",
             fix=HOW_TO_MEND,
         )
 
 
 def _has_arguments(function: Any) -> bool:
-    """Whether a function refers to more than it is given: to modules or tensors, perhaps."""
+    """Whether a function may refer to modules or tensors other than its arguments."""
     return isinstance(function, partial) or (
         isinstance(function, FunctionType)
         and not function.__module__.startswith("torch.")
@@ -425,7 +434,7 @@ def _refused(model: nn.Module, failure: Exception) -> UnsupportedError:
     ]  # fmt: skip
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     by_value = isinstance(failure, private.BY_VALUE)
-    reason = "it decides by the value of a tensor" if by_value else "it failed on tensors without values"
+    reason = "it branches on the value of a tensor" if by_value else "it failed on tensors without values"
     return UnsupportedError(
         f"forward of {type(model).__name__} cannot be traced: {reason}",
         got=f"{type(failure).__name__}: {one_line(str(failure), 200)}{where}", fix=HOW_TO_MEND,

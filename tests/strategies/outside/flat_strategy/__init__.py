@@ -14,7 +14,7 @@ from headway.graph.computation import Item, Part
 from headway.graph.step_layout import InRecordedOrder
 from headway.job import Job
 from headway.passes.base import Pass
-from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
+from headway.scheduling.buckets import BucketSchedule, make_buckets, whole_parameter
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
@@ -35,7 +35,7 @@ class FlatStrategy(Strategy):
         parameters = job.model.ready_parameters()
         if len({each.dtype for each in parameters}) > 1:
             raise PlanError("flat takes parameters of one type")
-        return BucketSchedule(make_buckets([[whole(each) for each in parameters]], job.model))
+        return BucketSchedule(make_buckets([[whole_parameter(each) for each in parameters]], job.model))
 
     def describe(self) -> str:
         """Say it in a word."""

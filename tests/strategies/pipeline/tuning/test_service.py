@@ -12,8 +12,8 @@ import psutil
 from tests import limits
 
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.runtime import _Arrivals
 from headway.strategies.pipeline.tuning.follower import UNSENT, TunerProcess
-from headway.strategies.pipeline.tuning.observed import _Arrivals
 from headway.strategies.pipeline.tuning.tuner import Tuner, candidates_of
 
 ROWS = [[0] * 500] * 2  # of which a pipe takes some tens

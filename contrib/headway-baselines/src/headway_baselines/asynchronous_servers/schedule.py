@@ -1,4 +1,4 @@
-"""Shards: which server holds which parameters, and how far ahead of the slowest a worker may be."""
+"""Parameter shards: which server holds which parameters, and how far ahead of the slowest a worker may run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.scheduling.buckets import Part
 class ShardSchedule(HorizonSchedule):
     """Rank ``k`` serves the parts ``shards[k]`` of parameters, which have ``sizes_bytes[k]``.
 
-    A worker may be ``staleness`` iterations ahead of the slowest one; None is no bound.
+    A worker may be up to ``staleness`` iterations ahead of the slowest one; None means unbounded.
     """
 
     world_size: int
@@ -23,17 +23,17 @@ class ShardSchedule(HorizonSchedule):
 
     @property
     def parts(self) -> str:
-        """What it cuts the model into, in words."""
+        """The parts of the model, in words."""
         return f"{self.world_size} shards"
 
     @property
     def collectives(self) -> int:
-        """How many exchanges a worker has with servers in an iteration."""
+        """The number of exchanges between a worker and servers per iteration."""
         return self.world_size
 
 
 def even_shards(model: ModelSpec, count: int) -> tuple[tuple[tuple[Part, ...], ...], tuple[int, ...]]:
-    """The parameters of ``model`` in their order, cut into ``count`` shards of as many bytes; and their sizes."""
+    """Split the parameters of ``model``, in order, into ``count`` shards of equal bytes; returns shards and sizes."""
     total_bytes = model.size_bytes
     ends = [total_bytes * (number + 1) // count for number in range(count)]
     shards: list[list[Part]] = [[] for _ in range(count)]

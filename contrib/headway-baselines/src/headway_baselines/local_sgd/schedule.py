@@ -1,4 +1,4 @@
-"""Periodic averaging: when ranks that train by themselves make one model of theirs, and by which rule."""
+"""Periodic averaging: how often ranks that train independently average their models, and by which rule."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Policy = Literal["local", "averaged"]
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What is made of the averaged change of parameters: a step of SGD, whose gradient is its negative.
+    """An SGD step on the averaged change of parameters, whose negative is the gradient.
 
-    ``nesterov`` asks for Nesterov's momentum in the place of the classical one.
+    ``nesterov`` selects Nesterov momentum instead of classical momentum.
     """
 
     learning_rate: float
@@ -24,10 +24,10 @@ class OuterStep:
 
 @dataclass(frozen=True)
 class PeriodicSchedule(HorizonSchedule):
-    """Every rank takes ``steps`` optimizer steps of its own, and then all ranks average.
+    """All ranks average after every ``steps`` local optimizer steps.
 
-    Parameters are averaged in any case; ``moments`` and ``buffers`` say what becomes of the optimizer's state and of
-    the statistics of normalisation layers. Without ``outer`` the mean is the model that all go on with.
+    Parameters are always averaged; ``moments`` and ``buffers`` are the policies for the optimizer's state and for
+    statistics of normalisation layers. Without ``outer``, all ranks continue with the mean.
     """
 
     world_size: int
@@ -38,14 +38,14 @@ class PeriodicSchedule(HorizonSchedule):
 
     @property
     def parts(self) -> str:
-        """What it cuts training into, in words."""
+        """The parts of training, in words."""
         return f"periods of {self.steps} steps"
 
     @property
     def collectives(self) -> int:
-        """How many collectives end a period."""
+        """The number of collectives per period."""
         return 1
 
     def averages_after(self, iteration: int) -> bool:
-        """Whether ranks average when each has made ``iteration`` steps, counted from 1."""
+        """Whether ranks average after ``iteration`` steps, counted from 1."""
         return iteration % self.steps == 0

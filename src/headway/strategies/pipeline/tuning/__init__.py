@@ -1,1 +1,1 @@
-"""The live tuner of pipelines: their order follows what the network is seen to carry of their own messages."""
+"""Tunes a pipeline's order during training, by the network rates that its own messages show."""

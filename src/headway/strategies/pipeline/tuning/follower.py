@@ -1,7 +1,8 @@
-"""The live driver of a pipeline's tuner: ranks tell rank 0 of each step, which tells all of them what is next.
+"""Drives a pipeline's tuner live: ranks report every step to rank 0, which broadcasts the order of the next step.
 
-What is told travels while training goes on. A decision is in force from the same step on every rank: rank 0's word
-comes before every step. The schedule of a step is never changed while it runs.
+Reports travel while training goes on. Rank 0 broadcasts before every step, so every rank switches in the same step; the
+schedule never changes within a step. The tuner runs in a process of its own, so that training keeps its core and its
+interpreter; it exchanges steps and decisions as lines of JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.strategies import helper_process
 from headway.strategies.decisions import Entry, Journal
-from headway.strategies.pipeline import runtime as lost
+from headway.strategies.pipeline import runtime as failures
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.pipeline.runtime import PipelineRuntime
-from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, StepWatch, number_and_candidate
+from headway.strategies.pipeline.runtime import PipelineRuntime, StepWatch
+from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, number_and_candidate
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner, candidates_of
 from headway.torch_private.pipelining import PipelineSteps
 
@@ -37,13 +38,11 @@ UNSENT = 64  # steps that the tuner has not read, after which it is told of no o
 ARROW = ">"  # between the ranks of a way, in JSON's keys
 
 
-# The process in which rank 0's tuner thinks, so that training keeps its core and its interpreter.
-#
-# It reads steps and writes decisions, a line of JSON each. Where it ends early, training goes on in the order in force.
-
-
 class TunerProcess:
-    """A tuner in a process of its own, which ends with this object. It is not told of steps that it is too slow for."""
+    """Runs a tuner in its own process, which ends with this object. Steps that it is too slow for are dropped.
+
+    If the process ends early, training continues in the current order.
+    """
 
     def __init__(self, tuner: Tuner) -> None:
         self._process = process = helper_process.begin(__name__)
@@ -62,22 +61,22 @@ class TunerProcess:
         )
 
     def tell(self, rows: Sequence[Sequence[int]]) -> None:
-        """A step is over: the rows of its ranks."""
+        """Report a finished step: one row per rank."""
         self._tell({"rows": rows})
 
     def decisions(self) -> list[Decision]:
-        """What it has decided since it was asked last."""
-        found = []
+        """The decisions since the last call."""
+        decided = []
         while not self._decisions.empty():
             decision = self._decisions.get()
             if decision is None:
                 self.is_alive = False
             else:
-                found.append(decision)
-        return found
+                decided.append(decision)
+        return decided
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._end()
 
     def _tell(self, document: dict[str, Any]) -> None:
@@ -85,7 +84,7 @@ class TunerProcess:
             self._unsent.put_nowait(json.dumps(document).encode() + b"\n")
 
 
-# What threads hold must not hold the TunerProcess: its end is theirs.
+# These threads must not reference the TunerProcess: they end when it is collected.
 
 
 def _read(process: Popen[bytes], decisions: queue.SimpleQueue[Decision | None]) -> None:
@@ -112,28 +111,28 @@ def _end(process: Popen[bytes], unsent: queue.Queue[bytes]) -> None:
 
 
 def decision_document(decision: Decision) -> dict[str, Any]:
-    """``decision`` as JSON has it."""
-    links = {f"{one}{ARROW}{other}": gbps for (one, other), gbps in decision.links_gbps.items()}
+    """``decision`` as a JSON document."""
+    links = {f"{sender}{ARROW}{receiver}": gbps for (sender, receiver), gbps in decision.links_gbps.items()}
     return {**asdict(decision), "links_gbps": links}
 
 
 def decision_from(document: dict[str, Any]) -> Decision:
-    """The decision that a document is of."""
+    """Read a decision from a JSON document."""
     links = {}
     for way, gbps in document["links_gbps"].items():
-        one, other = way.split(ARROW)
-        links[int(one), int(other)] = gbps
+        sender, receiver = way.split(ARROW)
+        links[int(sender), int(receiver)] = gbps
     predicted_ms = tuple(document["predicted_ms"])
     return Decision(**{**document, "links_gbps": links, "predicted_ms": predicted_ms})
 
 
 def serve(read: IO[bytes], write: IO[bytes]) -> None:
-    """Answer until there is nothing left to read. Of steps that came while it was thinking, all are taken in."""
+    """Read steps and write decisions until the input ends."""
     setup = json.loads(read.readline())
-    candidates = tuple(PipelineStrategy.model_validate(each) for each in setup["candidates"])
+    candidates = tuple(PipelineStrategy.model_validate(options) for options in setup["candidates"])
     tuner = Tuner(candidates, tuple(setup["boundary_bytes"]), setup["latency_us"])
     stages = len(tuner.boundary_bytes) + 1
-    ranks = [each.schedule_of(stages) for each in candidates]
+    ranks = [candidate.schedule_of(stages) for candidate in candidates]
     columns = [[Columns(schedule, rank) for rank in range(len(schedule.ranks))] for schedule in ranks]
     for line in read:
         rows = json.loads(line)["rows"]
@@ -156,24 +155,24 @@ _log = logging.getLogger("headway")
 
 
 class ThinkingTuner(Protocol):
-    """A tuner that thinks elsewhere. Once ``is_alive`` is False it says nothing more."""
+    """A tuner in another process or thread. Once ``is_alive`` is False it decides nothing more."""
 
     is_alive: bool
 
     def tell(self, rows: Sequence[Sequence[int]]) -> None:
-        """A step is over: the rows of its ranks."""
+        """Report a finished step: one row per rank."""
 
     def decisions(self) -> list[Decision]:
-        """What it has decided since it was asked last."""
+        """The decisions since the last call."""
 
     def close(self) -> None:
-        """End it."""
+        """End the tuner."""
 
 
 class Follower:
-    """Has ``runtime`` follow what a tuner decides. ``decisions`` is what it said, on rank 0.
+    """Makes ``runtime`` follow a tuner's decisions, which rank 0 collects in ``decisions``.
 
-    Collective over the ranks of the pipeline. Raises UnsupportedError where messages' arrivals cannot be seen.
+    Collective over the ranks of the pipeline. Raises UnsupportedError if arrival times of messages are not observable.
     """
 
     def __init__(
@@ -185,16 +184,16 @@ class Follower:
     ) -> None:
         if steps.device.type != "cpu" or dist.get_backend(steps.group) != dist.Backend.GLOO:
             raise UnsupportedError(
-                "the order of a pipeline cannot follow its network here",
+                "cannot tune the pipeline's order to its network here",
                 got=f"{dist.get_backend(steps.group)} on {steps.device.type}",
-                expected="Gloo on CPUs, where a rank is told when a message arrives",
-                fix="Leave group_sizes and other_orders out of the plan.",
+                expected="Gloo on CPUs, where arrival times of messages are known",
+                fix="Remove group_sizes and other_orders from the plan.",
             )
         if len(steps.stages) > 1:
             raise UnsupportedError(
-                "the order of a pipeline with several stages a rank cannot follow its network",
+                "cannot tune the order of a pipeline with several stages per rank",
                 got=f"{len(steps.stages)} stages on rank {steps.rank}",
-                fix="Leave group_sizes and other_orders out of the plan.",
+                fix="Remove group_sizes and other_orders from the plan.",
             )
         self.decisions: list[Decision] = []
         self._journal: Journal | None = None
@@ -208,7 +207,7 @@ class Follower:
             ranks, torch_private.group_timeout(steps.group), backend="gloo", use_local_synchronization=True
         )
         self._length = max(
-            Columns(each, rank).length for each in self._schedules for rank in range(self._ranks)
+            Columns(schedule, rank).length for schedule in self._schedules for rank in range(self._ranks)
         )
         self._watch = StepWatch()
         self._start = start
@@ -220,17 +219,17 @@ class Follower:
 
     @property
     def has_tuner(self) -> bool:
-        """Whether a tuner thinks about this rank's pipeline here: on rank 0, from the second step on."""
+        """Whether this rank runs the tuner: rank 0, from the second step on."""
         return self._tuner is not None
 
     def close(self) -> None:
-        """End the tuner; steps go on in the order in force."""
+        """End the tuner; training continues in the current order."""
         if self._tuner is not None:
             self._tuner.close()
             self._tuner = None
 
     def _before_step(self) -> None:
-        with lost.named(self._steps.group, 0, "rank 0's word about the next order"):
+        with failures.named(self._steps.group, 0, "receiving the next order from rank 0"):
             self._tell_and_hear()
 
     def _tell_and_hear(self) -> None:
@@ -249,21 +248,21 @@ class Follower:
     def _after_step(self) -> None:
         step = self._watch.ended()
         row = self._columns[self._current].row(self._number, self._current, step)
-        mine = torch.tensor(row + [0] * (self._length - len(row)))
+        padded_row = torch.tensor(row + [0] * (self._length - len(row)))
         first = self._steps.rank == 0
-        rows = [torch.empty_like(mine) for _ in range(self._ranks)] if first else []
+        rows = [torch.empty_like(padded_row) for _ in range(self._ranks)] if first else []
         if self._number == 0:
             self._set_up()
-        work = dist.gather(mine, rows or None, group=self._group, group_dst=0, async_op=True)
+        work = dist.gather(padded_row, rows or None, group=self._group, group_dst=0, async_op=True)
         assert work is not None
         self._told = work, rows
         self._number += 1
 
     def _set_up(self) -> None:
-        """The first step is over: sizes of messages are known."""
-        mine = torch.tensor([self._runtime.received_bytes()])
-        sizes = [torch.empty_like(mine) for _ in range(self._ranks)]
-        dist.all_gather(sizes, mine, group=self._group)
+        """Start the tuner after the first step, when message sizes are known."""
+        received_bytes = torch.tensor([self._runtime.received_bytes()])
+        sizes = [torch.empty_like(received_bytes) for _ in range(self._ranks)]
+        dist.all_gather(sizes, received_bytes, group=self._group)
         if self._steps.rank == 0:
             boundary_bytes = tuple(int(siz) for siz in sizes[1:])
             self._tuner = self._start(Tuner(self._candidates, boundary_bytes))
@@ -278,7 +277,7 @@ class Follower:
         if self._tuner.is_alive:
             self._tuner.tell([row.tolist() for row in rows])
         else:
-            _log.warning("the tuner's process has ended: steps go on in the order in force")
+            _log.warning("the tuner's process ended; training continues in the current order")
             self._tuner = None
 
     def _decided(self, decision: Decision) -> None:
@@ -294,7 +293,7 @@ class Follower:
 
 
 def entry_of(decision: Decision, orders: Sequence[str]) -> Entry:
-    """What a journal says of a decision among candidates that are called ``orders``."""
+    """The journal entry of a decision; ``orders`` names the candidates."""
     return Entry(
         step=decision.step,
         before=orders[decision.before],
@@ -302,25 +301,25 @@ def entry_of(decision: Decision, orders: Sequence[str]) -> Entry:
         reason=decision.reason,
         measured_ms=decision.measured_ms,
         predicted_ms=dict(zip(orders, decision.predicted_ms, strict=False)),
-        links_gbps={f"{one}>{other}": gbps for (one, other), gbps in decision.links_gbps.items()},
+        links_gbps={f"{sender}>{receiver}": gbps for (sender, receiver), gbps in decision.links_gbps.items()},
     )
 
 
 def _offset_ns(group: dist.ProcessGroup, rank: int, ranks: int) -> int:
-    """What brings this rank's clock onto rank 0's, by the fastest of some round trips (Cristian's algorithm)."""
+    """The offset (ns) from this rank's clock to rank 0's, by the fastest round trip (Cristian's algorithm)."""
     moment = torch.zeros(1, dtype=torch.int64)
     best = (0, 0)  # of a round trip: how long it took, and the offset that it says
-    for other in range(1, ranks):
+    for peer in range(1, ranks):
         for trip in range(ROUND_TRIPS):
-            if rank == other:
+            if rank == peer:
                 begin_ns = time.monotonic_ns()
                 dist.send(moment, group=group, group_dst=0)
                 dist.recv(moment, group=group, group_src=0)
                 end_ns = time.monotonic_ns()
-                found = end_ns - begin_ns, int(moment) - (begin_ns + end_ns) // 2
-                best = min(best, found) if trip else found
+                measured = end_ns - begin_ns, int(moment) - (begin_ns + end_ns) // 2
+                best = min(best, measured) if trip else measured
             elif rank == 0:
-                dist.recv(moment, group=group, group_src=other)
+                dist.recv(moment, group=group, group_src=peer)
                 moment[0] = time.monotonic_ns()
-                dist.send(moment, group=group, group_dst=other)
+                dist.send(moment, group=group, group_dst=peer)
     return best[1]

@@ -1,17 +1,10 @@
-"""What a step of a pipeline was like on every rank, as values: when its passes ran, and when its messages went."""
+"""Values that describe an observed pipeline step: when passes ran on every rank, and when messages were sent."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 from headway.scheduling.pipeline.program import Message, Post, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, PipelineSchedule
@@ -28,9 +21,8 @@ class Span(NamedTuple):
 class RankStep:
     """One rank's step, in ns of rank 0's clock.
 
-    ``begin_ns`` is when its program began, ``outside_ns`` how long the rank was busy with other things since its last
-    program ended, ``end_ns`` when the program ended. ``sent_ns`` is when sends were begun; of what is received,
-    ``received`` is from when the receive was posted to when the message had arrived.
+    The program ran from ``begin_ns`` to ``end_ns``; before it, the rank spent ``outside_ns`` outside of steps.
+    ``sent_ns`` is when each send began, ``received`` the span from posting a receive to the message's arrival.
     """
 
     begin_ns: int
@@ -43,7 +35,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step of all ranks of one pipeline under the order number ``candidate`` of those that a tuner chooses among."""
+    """A step of all ranks of one pipeline; ``candidate`` is the index of its order among the tuner's candidates."""
 
     number: int
     candidate: int
@@ -54,21 +46,21 @@ _HEADER = 5
 
 
 class Columns:
-    """One rank's step as a row of integers, all of the same length, for a collective to carry."""
+    """Encodes one rank's step as a row of integers, for a collective."""
 
     def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
         program = program_of(schedule, rank)
         self._actions = schedule.ranks[rank]
-        self._sent = [each.message for each in program if isinstance(each, Send)]
-        self._received = [each.message for each in program if isinstance(each, Post)]
+        self._sent = [instruction.message for instruction in program if isinstance(instruction, Send)]
+        self._received = [instruction.message for instruction in program if isinstance(instruction, Post)]
 
     @property
     def length(self) -> int:
-        """How many integers it takes."""
+        """The number of integers in a row."""
         return _HEADER + 2 * len(self._actions) + len(self._sent) + 2 * len(self._received)
 
     def row(self, number: int, candidate: int, step: RankStep) -> list[int]:
-        """``step`` as such a row."""
+        """Encode ``step`` as a row."""
         spans = [
             *map(step.passes.__getitem__, self._actions),
             *map(step.received.__getitem__, self._received),
@@ -79,7 +71,7 @@ class Columns:
         ]  # fmt: skip
 
     def step(self, row: Sequence[int]) -> RankStep:
-        """The step that ``row`` begins with."""
+        """Decode the step at the start of ``row``."""
         sends = row[_HEADER : _HEADER + len(self._sent)]
         rest = row[_HEADER + len(self._sent) : self.length]
         spans = [Span(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)]
@@ -93,107 +85,5 @@ class Columns:
 
 
 def number_and_candidate(row: Sequence[int]) -> tuple[int, int]:
-    """Of which step a row is, and under which order."""
+    """The step number and candidate of a row."""
     return row[0], row[1]
-
-
-_Asked = tuple[Sequence[dist.Work], "Future[int]"]
-
-
-# What a rank sees of its own steps: when passes run, when messages are sent, and when they arrive.
-#
-# Receives are waited for on a thread of their own for each sender, so that an arrival is seen when it comes and not when
-# the message is needed.
-
-
-class StepWatch:
-    """Notes one step after the other; ``offset_ns`` brings this rank's clock onto rank 0's."""
-
-    def __init__(self) -> None:
-        self.offset_ns = 0
-        self._arrivals_from: dict[int, _Arrivals] = {}
-        self._ended_ns = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._begin_ns = self._between_ns = 0
-        self._passes: dict[Action, Span] = {}
-        self._sent_ns: dict[Message, int] = {}
-        self._posted_ns: dict[Message, int] = {}
-        self._arrivals: dict[Message, Future[int]] = {}
-
-    def called(self) -> None:
-        """The script asks for a step: until now the rank did other things than the last one."""
-        self._between_ns = time.monotonic_ns() - self._ended_ns if self._ended_ns else 0
-
-    def begins(self) -> None:
-        """The program of a step begins."""
-        self._begin_ns = time.monotonic_ns()
-
-    def computed(self, action: Action, compute: Callable[[], None]) -> None:
-        """Have ``action`` computed."""
-        begin_ns = time.monotonic_ns()
-        compute()
-        self._passes[action] = Span(begin_ns, time.monotonic_ns())
-
-    def sending(self, message: Message) -> None:
-        """A send is about to begin."""
-        self._sent_ns[message] = time.monotonic_ns()
-
-    def posted(self, message: Message, works: Sequence[dist.Work]) -> None:
-        """A receive has been posted."""
-        self._posted_ns[message] = time.monotonic_ns()
-        if message.sender not in self._arrivals_from:
-            self._arrivals_from[message.sender] = _Arrivals()
-        self._arrivals[message] = self._arrivals_from[message.sender].of(works)
-
-    def wait(self, message: Message) -> None:
-        """Wait until a message has arrived. Raises what waiting for it raised."""
-        self._arrivals[message].result()
-
-    def ended(self) -> RankStep:
-        """The step that has just ended."""
-        self._ended_ns = time.monotonic_ns()
-        offset_ns = self.offset_ns
-        step = RankStep(
-            self._begin_ns + offset_ns,
-            self._ended_ns + offset_ns,
-            self._between_ns,
-            {
-                action: Span(span.begin_ns + offset_ns, span.end_ns + offset_ns)
-                for action, span in self._passes.items()
-            },
-            {message: sent_ns + offset_ns for message, sent_ns in self._sent_ns.items()},
-            {
-                message: Span(posted_ns + offset_ns, self._arrivals[message].result() + offset_ns)
-                for message, posted_ns in self._posted_ns.items()
-            },
-        )
-        self._begin()
-        return step
-
-
-class _Arrivals:
-    """Waits for one sender's messages, in their order, on a thread that ends with this object."""
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        threading.Thread(target=_wait, args=(self._asked,), name="headway-arrivals", daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
-
-    def of(self, works: Sequence[dist.Work]) -> Future[int]:
-        """When what ``works`` receive has arrived, or what waiting for it raises."""
-        future: Future[int] = Future()
-        self._asked.put((works, future))
-        return future
-
-
-def _wait(asked: queue.SimpleQueue[_Asked | None]) -> None:
-    while (one := asked.get()) is not None:
-        works, future = one
-        try:
-            for work in works:
-                work.wait()
-            future.set_result(time.monotonic_ns())
-        except Exception as failure:  # raised again where the message is needed
-            future.set_exception(failure)

@@ -1,8 +1,8 @@
-"""The tuner of a pipeline's order: told of every step, it says under which order the next ones are to be carried out.
+"""Tunes the order of a pipeline: after every observed step it decides the order of the next ones.
 
-Each candidate is replayed on the network as recent messages saw it, with the passes of the same steps (Ada-Grouper,
-arXiv 2303.01675, adapts k in a like way; its code does not say by what rule). The tuner is an immutable value that
-depends on nothing but what it is told: the live service and a replay drive the same one.
+Every candidate is replayed with the passes of recent steps on the network rates that their messages showed
+(Ada-Grouper, arXiv 2303.01675, adapts k similarly). The tuner is an immutable value that depends only on its inputs: the
+live service and a replay (``followed``) drive the same one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.tuning.observed import ObservedStep, RankStep, Span
 
 Way = tuple[int, int]
-"""From one rank to another."""
+"""(sender, receiver): one direction between two ranks."""
 
 
 class Flight(NamedTuple):
-    """A message on its way, from when it could leave to when it had arrived.
+    """The transmission of one message.
 
-    ``alone_ns`` is how long it would have taken without the pipeline's other messages, if links are shared evenly.
+    ``alone_ns`` is the time that it would have taken without the pipeline's concurrent messages, if links are shared
+    evenly.
     """
 
     way: Way
@@ -49,44 +50,44 @@ class Flight(NamedTuple):
 
 
 def flights_of(step: ObservedStep, boundary_bytes: Sequence[int]) -> list[Flight]:
-    """All messages of a step, whose sizes are ``boundary_bytes`` of the boundaries that they cross."""
-    found = sorted(_unshared(step, boundary_bytes), key=lambda flight: flight.begin_ns)
-    moments = sorted({moment for flight in found for moment in (flight.begin_ns, flight.end_ns)})
-    alone_ns = [0.0] * len(found)
+    """All messages of a step; a message across boundary ``b`` has ``boundary_bytes[b]``."""
+    flights = sorted(_unshared(step, boundary_bytes), key=lambda flight: flight.begin_ns)
+    moments = sorted({moment for flight in flights for moment in (flight.begin_ns, flight.end_ns)})
+    alone_ns = [0.0] * len(flights)
     in_flight: set[int] = set()
-    coming = iter(range(len(found)))
+    coming = iter(range(len(flights)))
     upcoming = next(coming, None)
     for begin_ns, end_ns in pairwise(moments):
-        while upcoming is not None and found[upcoming].begin_ns <= begin_ns:
+        while upcoming is not None and flights[upcoming].begin_ns <= begin_ns:
             in_flight.add(upcoming)
             upcoming = next(coming, None)
-        in_flight = {number for number in in_flight if found[number].end_ns > begin_ns}
+        in_flight = {number for number in in_flight if flights[number].end_ns > begin_ns}
         sends, receives = defaultdict[int, int](int), defaultdict[int, int](int)
         for number in in_flight:
-            sender, receiver = found[number].way
+            sender, receiver = flights[number].way
             sends[sender] += 1
             receives[receiver] += 1
         for number in in_flight:
-            sender, receiver = found[number].way
+            sender, receiver = flights[number].way
             alone_ns[number] += (end_ns - begin_ns) / max(sends[sender], receives[receiver])
-    return [flight._replace(alone_ns=took) for flight, took in zip(found, alone_ns, strict=True)]
+    return [flight._replace(alone_ns=took) for flight, took in zip(flights, alone_ns, strict=True)]
 
 
 def _unshared(step: ObservedStep, boundary_bytes: Sequence[int]) -> Iterator[Flight]:
-    """Flights from when both ends had asked and the connection was free: those of a way follow each other.
+    """Messages from when both ends were ready and the connection was free: in one direction they follow each other.
 
-    A receiver's word that it is ready follows what it was sending the other way when it posted the receive (Gloo).
+    With Gloo, a receiver's ready message queues behind what it was sending when it posted the receive.
     """
     by_way: dict[Way, list[tuple[int, int, int, Message]]] = defaultdict(list)
     for receiver in step.ranks:
         for message, span in receiver.received.items():
             sent_ns = step.ranks[message.sender].sent_ns[message]
             by_way[message.sender, message.receiver].append((sent_ns, span.begin_ns, span.end_ns, message))
-    for way, own in by_way.items():
-        own.sort()
+    for way, messages in by_way.items():
+        messages.sort()
         back = sorted((sent_ns, end_ns) for sent_ns, _, end_ns, _ in by_way.get((way[1], way[0]), ()))
         free_ns = 0
-        for sent_ns, posted_ns, end_ns, message in own:
+        for sent_ns, posted_ns, end_ns, message in messages:
             ready_ns = max([posted_ns, *(ended for began, ended in back if began < posted_ns < ended)])
             begin_ns = max(sent_ns, min(ready_ns, end_ns), free_ns)
             free_ns = end_ns
@@ -99,9 +100,9 @@ LEAST_GBPS, MOST_GBPS = 1e-6, 1e6
 
 
 class LinkEstimate(NamedTuple):
-    """``gbps`` of one direction between two ranks, over so many messages, the last of them in step ``seen``.
+    """The measured rate of one direction between two ranks; ``seen`` is the last step with a message.
 
-    The mean lies within ``uncertainty`` (a share of it) in nineteen of twenty cases, if messages are like each other.
+    ``uncertainty`` is the half-width of the 95% confidence interval of the mean, as a fraction of it.
     """
 
     gbps: float
@@ -109,62 +110,59 @@ class LinkEstimate(NamedTuple):
     messages: int
     seen: int
 
-    def differs_from(self, other: LinkEstimate, share: float) -> bool:
-        """Whether another one is farther away than ``share``, and than both uncertainties."""
-        apart = abs(math.log(self.gbps / other.gbps))
-        return apart > max(math.log1p(share), math.hypot(self.uncertainty, other.uncertainty))
+    def differs_from(self, reference: LinkEstimate, share: float) -> bool:
+        """Whether the two differ by more than the fraction ``share`` and more than both uncertainties."""
+        apart = abs(math.log(self.gbps / reference.gbps))
+        return apart > max(math.log1p(share), math.hypot(self.uncertainty, reference.uncertainty))
 
 
 def estimate(flights: Iterable[Flight], latency_ns: float, seen: int) -> dict[Way, LinkEstimate]:
-    """What each way carried on average: all bytes over all the time that they took, but for latencies."""
+    """The average rate of each direction: all bytes divided by all transfer time without latencies."""
     by_way: dict[Way, list[Flight]] = defaultdict(list)
     for flight in flights:
         by_way[flight.way].append(flight)
-    return {way: _estimate(own, latency_ns, seen) for way, own in by_way.items()}
+    return {way: _estimate(way_flights, latency_ns, seen) for way, way_flights in by_way.items()}
 
 
 def _estimate(flights: Sequence[Flight], latency_ns: float, seen: int) -> LinkEstimate:
     took_ns = [max(SHORTEST_NS, flight.alone_ns - latency_ns) for flight in flights]
-    each = [ns / flight.size_bytes for ns, flight in zip(took_ns, flights, strict=True)]
+    ns_per_byte = [ns / flight.size_bytes for ns, flight in zip(took_ns, flights, strict=True)]
     mean = sum(took_ns) / sum(flight.size_bytes for flight in flights)
     count = len(flights)
-    spread = math.sqrt(sum((one - mean) ** 2 for one in each) / max(1, count - 1)) / mean
+    spread = math.sqrt(sum((value - mean) ** 2 for value in ns_per_byte) / max(1, count - 1)) / mean
     uncertainty = 2 * spread / math.sqrt(count) if count > 1 else 1.0
     return LinkEstimate(min(MOST_GBPS, max(LEAST_GBPS, 8 / mean)), uncertainty, count, seen)
 
 
 def cluster_of(estimates: dict[Way, LinkEstimate], ranks: int, latency_ns: float) -> Cluster:
-    """The network as replay knows it: a host for each rank, with a link as fast as its fastest way, and slower paths.
+    """The measured network as a cluster: one host per rank, its link as fast as its fastest direction, and slower paths.
 
-    What ranks of one host share is in what their messages took.
+    Sharing between ranks of one host is already contained in their messages' times.
     """
     up, down = ([0.0] * ranks for _ in range(2))
-    for (sender, receiver), found in estimates.items():
-        up[sender] = max(up[sender], found.gbps)
-        down[receiver] = max(down[receiver], found.gbps)
-    fastest = max((found.gbps for found in estimates.values()), default=1.0)
+    for (sender, receiver), link in estimates.items():
+        up[sender] = max(up[sender], link.gbps)
+        down[receiver] = max(down[receiver], link.gbps)
+    fastest = max((link.gbps for link in estimates.values()), default=1.0)
     hosts = tuple(
         Host(name=f"rank{rank}", workers=1, up_gbps=up[rank] or fastest, down_gbps=down[rank] or fastest)
         for rank in range(ranks)
     )
     paths = tuple(
-        SlowPath(source=f"rank{sender}", target=f"rank{receiver}", gbps=found.gbps)
-        for (sender, receiver), found in sorted(estimates.items())
-        if found.gbps < min(up[sender], down[receiver])
+        SlowPath(source=f"rank{sender}", target=f"rank{receiver}", gbps=link.gbps)
+        for (sender, receiver), link in sorted(estimates.items())
+        if link.gbps < min(up[sender], down[receiver])
     )
     return Cluster(
         hosts=hosts, latency_us=latency_ns / 1e3, paths=paths, source="seen from a pipeline's messages"
     )
 
 
-# Replay of a pipeline's steps under any order, by the layout and the engine that every replay has.
-#
-# It is what the tuner asks about candidates. It also drives the tuner itself: steps are played on a network one after the
-# other, and the tuner is told what ranks would have seen.
-
-
 class PlayedSteps:
-    """The steps of a job in the order of ``schedule``, the first of them twice: it warms up."""
+    """Simulates the steps of a job in the order of ``schedule``, the first twice as a warm-up.
+
+    The tuner evaluates candidates with it; ``followed`` derives from it what ranks would have observed.
+    """
 
     def __init__(self, job: Job, schedule: PipelineSchedule) -> None:
         timelines = job.steps.timelines
@@ -177,13 +175,13 @@ class PlayedSteps:
 
     @property
     def times_ms(self) -> tuple[float, ...]:
-        """How long each step took, as the mean over ranks."""
+        """The time of each step, averaged over ranks."""
         boundaries = self._graph.boundaries
         ends_ns = np.array([self._played.end_ns[boundaries[step]] for step in self._graph.common_steps])
         return tuple((np.diff(ends_ns, axis=0).mean(axis=1) / 1e6).tolist())
 
     def observed(self, number: int, candidate: int) -> ObservedStep:
-        """What ranks see of the last step, called ``number`` and of the order ``candidate``."""
+        """What ranks would observe of the last step, as step ``number`` under ``candidate``."""
         last = self._graph.common_steps[-1]
         spans: list[list[Span]] = [[] for _ in self._schedule.ranks]
         outside_ns = [0 for _ in self._schedule.ranks]
@@ -206,10 +204,10 @@ class PlayedSteps:
                 received[message.receiver][message] = Span(posted_ns, arrived_ns)
         ranks = (
             RankStep(
-                own[0].begin_ns, own[-1].end_ns, outside_ns[rank],
-                dict(zip(self._schedule.ranks[rank], own, strict=True)), sent[rank], received[rank],
+                rank_spans[0].begin_ns, rank_spans[-1].end_ns, outside_ns[rank],
+                dict(zip(self._schedule.ranks[rank], rank_spans, strict=True)), sent[rank], received[rank],
             )
-            for rank, own in enumerate(spans)
+            for rank, rank_spans in enumerate(spans)
         )  # fmt: skip
         return ObservedStep(number, candidate, tuple(ranks))
 
@@ -218,22 +216,24 @@ class PlayedSteps:
 
 
 def step_times_ms(job: Job, schedule: PipelineSchedule) -> tuple[float, ...]:
-    """How long each step of ``job`` takes in the order of ``schedule``."""
+    """The simulated time of each step of ``job`` in the order of ``schedule``."""
     return PlayedSteps(job, schedule).times_ms
 
 
 WINDOW_STEPS = 4
-CHANGED_BY = 0.25  # of a link's rate: what was seen before says nothing about the network of now
+CHANGED_BY = 0.25  # relative change of a link's rate that makes earlier measurements worthless
 LEAST_GAIN = 0.01
-BACK_AND_FORTH_STEPS = 10  # in which undoing the last switch must gain twice as much, on the same network
+BACK_AND_FORTH_STEPS = (
+    10  # steps within which undoing a switch must gain twice as much on an unchanged network
+)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the tuner said after ``step``: steps go on under ``candidate``, for ``reason``.
+    """The tuner's decision after ``step``: continue under ``candidate``, for ``reason``.
 
-    ``predicted_ms`` is what each candidate's step takes on the network as it is seen, ``measured_ms`` what the last one
-    took, and ``links_gbps`` what links carried.
+    ``predicted_ms`` is the predicted step time of each candidate, ``measured_ms`` that of the last step, and
+    ``links_gbps`` the measured rates.
     """
 
     step: int
@@ -246,15 +246,15 @@ class Decision:
 
     @property
     def switches(self) -> bool:
-        """Whether another order is to be carried out."""
+        """Whether the order changes."""
         return self.candidate != self.before
 
 
 @dataclass(frozen=True)
 class Tuner:
-    """Chooses among ``candidates`` for a pipeline whose boundaries have ``boundary_bytes``. ``latest`` is what it said.
+    """Chooses among ``candidates``: orders for the same number of micro-batches. ``latest`` is its last decision.
 
-    Candidates are orders for the same number of micro-batches.
+    ``boundary_bytes`` are the sizes of messages between stages.
     """
 
     candidates: tuple[PipelineStrategy, ...]
@@ -266,17 +266,19 @@ class Tuner:
     switched: tuple[int, int] | None = None  # in which step, and from which candidate
 
     def after(self, step: ObservedStep) -> Tuner:
-        """The tuner that has seen one more step, whose ``latest`` is its decision."""
+        """The tuner after one more step; its ``latest`` is the decision."""
         seen = replace(self, window=(*self.window, step)[-WINDOW_STEPS:])
-        own = seen._links_of([step])
-        changed = [way for way, found in own.items() if way in self.links and self._has_changed(way, found)]
+        latest_links = seen._links_of([step])
+        changed = [
+            way for way, link in latest_links.items() if way in self.links and self._has_changed(way, link)
+        ]
         if changed:
             seen = replace(seen, window=(step,), switched=None)
         seen = replace(seen, links={**self.links, **seen._links_of(seen.window)})
-        return seen._decided(step, {way: own[way] for way in changed})
+        return seen._decided(step, {way: latest_links[way] for way in changed})
 
-    def _has_changed(self, way: Way, found: LinkEstimate) -> bool:
-        return found.messages > 1 and found.differs_from(self.links[way], CHANGED_BY)
+    def _has_changed(self, way: Way, link: LinkEstimate) -> bool:
+        return link.messages > 1 and link.differs_from(self.links[way], CHANGED_BY)
 
     def _links_of(self, steps: Sequence[ObservedStep]) -> dict[Way, LinkEstimate]:
         flights = (flight for step in steps for flight in flights_of(step, self.boundary_bytes))
@@ -294,16 +296,16 @@ class Tuner:
         gain, noise = _gain(now, played[best])
         needed = max(self._least_gain(step, best), noise)
         predicted_ms = tuple(map(statistics.mean, played))
-        said = f"{self.candidates[best].describe()} is expected to take {predicted_ms[best]:.0f} ms a step"
-        reason = "the order in force is the fastest on the network as it is seen"
+        forecast = (
+            f"{self.candidates[best].describe()} is expected to take {predicted_ms[best]:.0f} ms a step"
+        )
+        reason = "the current order is the fastest on the measured network"
         chosen = step.candidate
         if best != step.candidate and gain <= needed:
-            reason = f"{said}, {gain:.1%} less: not more than {needed:.1%}, which a switch is worth"
+            reason = f"{forecast}, {gain:.1%} less: below the {needed:.1%} that justifies a switch"
         elif best != step.candidate:
             chosen = best
-            reason = (
-                f"{said}, and {self.candidates[step.candidate].describe()} {predicted_ms[step.candidate]:.0f}"
-            )
+            reason = f"{forecast}, and {self.candidates[step.candidate].describe()} {predicted_ms[step.candidate]:.0f}"
         if changed:
             reason += f"; {_slowest(changed)}"
         rates = {way: link.gbps for way, link in self.links.items()}
@@ -317,7 +319,7 @@ class Tuner:
         return LEAST_GAIN * (2 if step.number - self.switched[0] < BACK_AND_FORTH_STEPS else 1)
 
     def _job(self) -> Job:
-        """The steps of the window as a recording of them would have them, on the network as it is seen."""
+        """The steps of the window as a job on the measured network."""
         ranks = len(self.window[0].ranks)
         timelines = {
             rank: tuple(
@@ -335,7 +337,7 @@ class Tuner:
         )
 
     def _outside_ns(self, rank: int) -> int:
-        """What a rank does between steps. Of recent ones the least: evaluations are no part of steps."""
+        """The time between steps: the minimum over the window, because evaluations do not count."""
         return min(step.ranks[rank].outside_ns for step in self.window)
 
     def _cluster(self, ranks: int) -> Cluster:
@@ -354,26 +356,24 @@ def _timeline(rank: int, number: int, step: RankStep, outside_ns: int) -> Timeli
 
 
 def _gain(now_ms: Sequence[float], other_ms: Sequence[float]) -> tuple[float, float]:
-    """How much shorter other steps are, as a share, and by how much the mean of this varies with the step."""
-    gains = [1 - other / now for now, other in zip(now_ms, other_ms, strict=True)]
+    """The mean relative gain of the alternative steps, and the uncertainty of that mean."""
+    gains = [1 - alternative / now for now, alternative in zip(now_ms, other_ms, strict=True)]
     noise = 2 * statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else LEAST_GAIN
     return statistics.mean(gains), noise
 
 
 def _slowest(changed: Mapping[Way, LinkEstimate]) -> str:
-    (sender, receiver), found = min(changed.items(), key=lambda item: item[1].gbps)
-    return (
-        f"the network has changed: {sender} to {receiver} carried {found.gbps * 1e3:.0f} Mbit/s in this step"
-    )
+    (sender, receiver), link = min(changed.items(), key=lambda item: item[1].gbps)
+    return f"the network changed: {sender} to {receiver} carried {link.gbps * 1e3:.0f} Mbit/s in this step"
 
 
 def candidates_of(strategy: PipelineStrategy) -> tuple[PipelineStrategy, ...]:
-    """What a strategy lets its tuner choose among: its own order first, its groups of other sizes, other orders."""
-    own = strategy.model_copy(update={"group_sizes": (), "other_orders": ()})
+    """The tuner's candidates: the strategy's own order, then its other group sizes, then its other orders."""
+    base = strategy.model_copy(update={"group_sizes": (), "other_orders": ()})
     sizes = [size for size in strategy.group_sizes if size != strategy.group_size]
-    alone = own.model_copy(update={"group_size": 1, "receive_buffers": None})
+    alone = base.model_copy(update={"group_size": 1, "receive_buffers": None})
     return (
-        own,
-        *(own.model_copy(update={"group_size": size}) for size in sizes),
+        base,
+        *(base.model_copy(update={"group_size": size}) for size in sizes),
         *(alone.model_copy(update={"order": order}) for order in strategy.other_orders),
     )
