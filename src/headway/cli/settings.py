@@ -13,7 +13,7 @@ from headway.cli import output as output_of
 from headway.errors import PlanError, UserError, one_line
 
 if TYPE_CHECKING:
-    from headway.interop.settings.asked import Asked, CollectiveOptions
+    from headway.interop.settings.request import CollectiveOptions, SettingsRequest
     from headway.plan import Plan
     from headway.tool_settings import Settings
 
@@ -91,7 +91,7 @@ def _of_collectives(
     tool: str, as_replayed: bool, channels: int | None, append: Path | None
 ) -> CollectiveOptions:
     """What was asked of collectives. Raises UserError where the tool chooses none, or has no table to append to."""
-    from headway.interop.settings.asked import CollectiveOptions
+    from headway.interop.settings.request import CollectiveOptions
     from headway.interop.settings.tools import OF_COLLECTIVES
     from headway.interop.settings.tuner_table import read_table
 
@@ -107,22 +107,22 @@ def _of_collectives(
     return CollectiveOptions(channels, appended, as_replayed)
 
 
-def _asked(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> Asked:
+def _asked(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> SettingsRequest:
     """The plan and the models of its trace, which it remembers. Raises PlanError where the trace is of another job."""
-    from headway.interop.settings.asked import Asked
+    from headway.interop.settings.request import SettingsRequest
     from headway.trace.folder import load_trace
 
     path = trace_path or plan.trace
     if path is None:
-        return Asked(plan, collectives=options)
+        return SettingsRequest(plan, collectives=options)
     try:
         trace = load_trace(path)
         plan.check_recorded(trace.model, trace.stages, trace.world_size)
     except UserError as error:
         if trace_path is not None:
             raise
-        return Asked(plan, (), options, f"a plan whose trace is lost ({one_line(str(error), 150)})")
-    return Asked(plan, tuple(trace.stages) or (trace.model,), options)
+        return SettingsRequest(plan, (), options, f"a plan whose trace is lost ({one_line(str(error), 150)})")
+    return SettingsRequest(plan, tuple(trace.stages) or (trace.model,), options)
 
 
 def _write(found: Settings, folder: Path) -> None:

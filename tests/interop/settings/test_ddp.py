@@ -8,7 +8,7 @@ from tests.models import layered_model
 
 from headway.errors import PlanError
 from headway.interop.settings import ddp
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
@@ -153,4 +153,4 @@ def test_buckets_by_name_of_a_stage_become_a_cap_for_all_stages() -> None:
 def test_local_sgd_in_pipelines_says_that_their_order_is_not_its_own() -> None:
     plan = meshed(DistributedDataParallelStrategy()).plan
     plan = plan.model_copy(update={"parallel": {**plan.parallel, "data": LocalSGDStrategy(steps=4)}})
-    assert any("order of micro-batches" in lack for lack in ddp.settings(Asked(plan)).lacks)
+    assert any("order of micro-batches" in lack for lack in ddp.settings(SettingsRequest(plan)).lacks)

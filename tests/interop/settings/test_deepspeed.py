@@ -8,7 +8,7 @@ from tests.interop.settings.plans import BY_NAME, asked, meshed, piped, with_pas
 
 from headway.errors import PlanError
 from headway.interop.settings import deepspeed
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.passes.accumulate import Accumulate
 from headway.passes.precision import Precision
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
@@ -16,7 +16,7 @@ from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 ELEMENTS = 1010  # of a layer
 
 
-def written(asked_for: Asked) -> dict[str, Any]:
+def written(asked_for: SettingsRequest) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(deepspeed.settings(asked_for).files[deepspeed.FILE])
     return found
 

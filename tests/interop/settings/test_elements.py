@@ -6,12 +6,12 @@ import pytest
 from tests.interop.settings.plans import BY_NAME, asked, meshed
 from tests.models import layered_model
 
-from headway.interop.settings.asked import Asked, Bucketed
 from headway.interop.settings.elements import one_size
+from headway.interop.settings.request import Bucketed, SettingsRequest
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 
-def sized(asked_for: Asked, *, closes_before: bool = False) -> tuple[int, str]:
+def sized(asked_for: SettingsRequest, *, closes_before: bool = False) -> tuple[int, str]:
     assert isinstance(asked_for.data, Bucketed)
     return one_size(asked_for, asked_for.data, closes_before=closes_before)
 

@@ -10,7 +10,7 @@ from tests.interop.settings.plans import BY_NAME, asked, meshed, piped, with_pas
 
 from headway.errors import PlanError
 from headway.interop.settings import megatron
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.passes.accumulate import Accumulate
 from headway.passes.input_workers import InputWorkers
 from headway.passes.precision import Precision
@@ -21,7 +21,7 @@ from headway.strategies.decoupled.policy import DecoupledStrategy
 DECOUPLED = ["--use-distributed-optimizer", "--overlap-param-gather"]
 
 
-def arguments(asked_for: Asked) -> list[str]:
+def arguments(asked_for: SettingsRequest) -> list[str]:
     return list(megatron.settings(asked_for).arguments)
 
 

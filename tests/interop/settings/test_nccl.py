@@ -12,7 +12,7 @@ from headway.cluster import AlgorithmCost, Cluster, Host, NcclModel
 from headway.collectives.selection import SizeClass
 from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
-from headway.interop.settings.asked import Asked, CollectiveOptions, unexpressed
+from headway.interop.settings.request import CollectiveOptions, SettingsRequest, unexpressed
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.tool_settings import Settings
@@ -58,7 +58,7 @@ def test_a_plan_that_adapts_is_asked_for_what_it_begins_with() -> None:
 
 @pytest.mark.parametrize("library", [nccl.nccl, nccl.rccl])
 def test_a_plan_that_leaves_algorithms_to_the_library_needs_no_settings(
-    library: Callable[[Asked], Settings],
+    library: Callable[[SettingsRequest], Settings],
 ) -> None:
     for plan in (
         asked("ddp"),
@@ -80,7 +80,7 @@ def test_as_replayed_fixes_the_protocol_too() -> None:
     assert found.environment == {"NCCL_ALGO": "allreduce:ring", "NCCL_PROTO": "allreduce:simple"}
 
 
-def on_slow_trees(plan: Asked, tree_factor: float = 3.0, fit_error: float = 0.0) -> Asked:
+def on_slow_trees(plan: SettingsRequest, tree_factor: float = 3.0, fit_error: float = 0.0) -> SettingsRequest:
     """The plan on four hosts of eight H100 whose trees take longer than NCCL expects."""
     cluster = Cluster(
         hosts=tuple(Host(name=f"h{at}", workers=8, up_gbps=3072, down_gbps=3072) for at in range(4)),

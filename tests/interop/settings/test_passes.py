@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.interop.settings import ddp, deepspeed, fsdp2, megatron, nccl
-from headway.interop.settings.asked import CollectiveOptions
+from headway.interop.settings.request import CollectiveOptions
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.compile import Compile

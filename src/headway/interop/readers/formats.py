@@ -1,4 +1,4 @@
-"""The formats that can be read, and how a document is known to be of one of them."""
+"""The supported trace formats, and how a document's format is detected."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Format:
 
     def recognises(self, name: str, head: bytes) -> bool:
         """Whether a document looks like one of this format."""
-        found = cast(Callable[[str, bytes], bool], self._function("recognises"))
-        return found(name, head)
+        recogniser = cast(Callable[[str, bytes], bool], self._function("recognises"))
+        return recogniser(name, head)
 
     def read(self, document: Document, companions: Sequence[Companion] = ()) -> Reading:
         """Read a document. Raises TraceError where it is damaged or of another format."""
-        found = cast(Callable[[Document, Sequence[Companion]], Reading], self._function("read"))
-        return found(document, companions)
+        reader = cast(Callable[[Document, Sequence[Companion]], Reading], self._function("read"))
+        return reader(document, companions)
 
     def _function(self, name: str) -> object:
         return getattr(importlib.import_module(f"headway.interop.readers.{self.module}"), name)

@@ -1,4 +1,4 @@
-"""Importing: other tools' documents become a trace like a recorded one."""
+"""Imports other tools' recordings of a job as a Headway trace."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Waiting = Future[Reading | TraceError]
 
 @dataclass
 class Read:
-    """What all documents held. ``refused`` says why some were left out, leniently."""
+    """The contents of all documents. ``refused`` says why some were skipped under ``lenient``."""
 
     ranks: list[ForeignRank] = field(default_factory=list)
     companions: list[Companion] = field(default_factory=list)
@@ -48,19 +48,19 @@ class Read:
 def read_all(
     documents: Documents, *, lenient: bool, workers: int, progress: Callable[[int, int], None]
 ) -> Read:
-    """Read ``documents``, up to ``workers`` of them at a time, where that is worth it each in a process of its own.
+    """Read ``documents`` with up to ``workers`` processes; small inputs are read in this process.
 
-    Raises TraceError for the first that cannot be read, unless ``lenient`` and there are others.
+    Raises TraceError for the first unreadable document, unless ``lenient`` and there are several.
     """
     done = Read()
-    first = [(found, chosen) for found, chosen in documents if chosen.name in COMPANIONS]
-    others = [(found, chosen) for found, chosen in documents if chosen.name not in COMPANIONS]
+    companions = [(file, chosen) for file, chosen in documents if chosen.name in COMPANIONS]
+    recordings = [(file, chosen) for file, chosen in documents if chosen.name not in COMPANIONS]
     tolerant = lenient and len(documents) > 1
     count = 0
-    for outcome in _outcomes(first, [], lenient, 1):
+    for outcome in _outcomes(companions, [], lenient, 1):
         _take(done, outcome, tolerant)
         progress(count := count + 1, len(documents))
-    for outcome in _outcomes(others, done.companions, lenient, workers):
+    for outcome in _outcomes(recordings, done.companions, lenient, workers):
         _take(done, outcome, tolerant)
         progress(count := count + 1, len(documents))
     return done
@@ -79,12 +79,12 @@ def _take(done: Read, outcome: Reading | TraceError, tolerant: bool) -> None:
 def _outcomes(
     documents: Documents, companions: Sequence[Companion], lenient: bool, workers: int
 ) -> Iterator[Reading | TraceError]:
-    """What came of each document, in their order."""
-    on_disk_all = all(found.path is not None for found, _ in documents)
-    much = sum(_unpacked_bytes(found) for found, _ in documents) >= WORTH_BYTES
+    """Read each document, in order; failures are yielded, not raised."""
+    on_disk_all = all(file.path is not None for file, _ in documents)
+    much = sum(_unpacked_bytes(file) for file, _ in documents) >= WORTH_BYTES
     if min(workers, len(documents)) < 2 or not on_disk_all or not much:
-        for found, chosen in documents:
-            yield _outcome(found, chosen, companions, lenient)
+        for file, chosen in documents:
+            yield _outcome(file, chosen, companions, lenient)
         return
     yield from _side_by_side(documents, companions, lenient, min(workers, len(documents), MOST_WORKERS))
 
@@ -92,7 +92,7 @@ def _outcomes(
 def _side_by_side(
     documents: Documents, companions: Sequence[Companion], lenient: bool, workers: int
 ) -> Iterator[Reading | TraceError]:
-    """This process takes documents from the beginning and ``workers - 1`` others from the end, until they meet."""
+    """Read in parallel: this process from the front of the list, ``workers - 1`` others from its end."""
     left, handed_out = deque(documents), deque[tuple[Found, Waiting]]()
     at_work: list[Waiting] = []
     ahead = AHEAD * (workers - 1)
@@ -102,33 +102,33 @@ def _side_by_side(
     with opened as pool:
         try:
             while left:
-                at_work = [one for one in at_work if not one.done()]
+                at_work = [future for future in at_work if not future.done()]
                 # Nothing is handed out to be taken back: a pool that breaks while one of its futures is cancelled
                 # never answers (Python 3.11).
                 while left and len(at_work) < ahead:
-                    found, chosen = left.pop()
+                    file, chosen = left.pop()
                     try:
                         with _safe_path():
                             waiting = pool.submit(
-                                _read_apart, found.path, chosen.name, tuple(companions), lenient
+                                _read_apart, file.path, chosen.name, tuple(companions), lenient
                             )
                     except BrokenProcessPool:
-                        left.append((found, chosen))
+                        left.append((file, chosen))
                         ahead = 0
                         break
                     at_work.append(waiting)
-                    handed_out.appendleft((found, waiting))
+                    handed_out.appendleft((file, waiting))
                 if left:
                     yield _outcome(*left.popleft(), companions, lenient)
-            for found, waiting in handed_out:
-                yield _result(found, waiting)
+            for file, waiting in handed_out:
+                yield _result(file, waiting)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Processes of multiprocessing that are started in it import nothing from the current folder as they start."""
+    """Keep processes started within the block from importing modules of the current folder."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -140,36 +140,36 @@ def _safe_path() -> Iterator[None]:
             os.environ[SAFE_PATH] = before
 
 
-def _result(found: Found, waiting: Waiting) -> Reading | TraceError:
+def _result(file: Found, waiting: Waiting) -> Reading | TraceError:
     try:
         return waiting.result()
     except (BrokenProcessPool, OSError):  # killed for want of memory, or the file is gone
         return TraceError(
-            f"{found.name} could not be read", got="its reader ended", fix="Import it on its own."
+            f"{file.name} could not be read", got="its reader process died", fix="Import it on its own."
         )
 
 
-def _unpacked_bytes(found: Found) -> int:
-    return found.size_bytes * (USUAL_RATIO if found.name.endswith(".gz") else 1)
+def _unpacked_bytes(file: Found) -> int:
+    return file.size_bytes * (USUAL_RATIO if file.name.endswith(".gz") else 1)
 
 
 def _outcome(
-    found: Found, chosen: Format, companions: Sequence[Companion], lenient: bool
+    file: Found, chosen: Format, companions: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
     try:
-        return chosen.read(read_document(found, lenient=lenient), companions)
+        return chosen.read(read_document(file, lenient=lenient), companions)
     except TraceError as failure:
         return failure
     except MemoryError:
-        return TraceError(f"{found.name} takes more memory than there is", got=f"{found.size_bytes} bytes")
+        return TraceError(f"{file.name} does not fit into memory", got=f"{file.size_bytes} bytes")
 
 
 def _read_apart(
     path: Path | None, format_name: str, companions: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
-    """Read one document in a process of its own."""
+    """Read one document in a worker process."""
     assert path is not None
-    chosen = next(one for one in FORMATS if one.name == format_name)
+    chosen = next(candidate for candidate in FORMATS if candidate.name == format_name)
     return _outcome(on_disk(path), chosen, companions, lenient)
 
 
@@ -178,11 +178,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import made: its manifest, and what was read for it."""
+    """The result of an import."""
 
     manifest: Manifest
-    formats: dict[str, int]  # documents read, a format each
-    left_out: tuple[str, ...]  # documents of no known format
+    formats: dict[str, int]  # number of documents by format
+    left_out: tuple[str, ...]  # names of files in an unknown format
 
 
 def import_trace(
@@ -194,11 +194,11 @@ def import_trace(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Imported:
-    """Read what ``source`` (a file, a folder, an archive) holds of a job and write it to ``out``, a folder, as a trace.
+    """Import the recordings in ``source`` (a file, folder or archive) and write them to the new folder ``out``.
 
-    ``format_name`` is one of FORMATS, or AUTO. ``lenient`` keeps what can be kept of damaged input; the trace's notes
-    say what was dropped. ``workers`` processes read at a time; more than one needs a main module that can be imported
-    (as ``multiprocessing`` does). Raises TraceError where nothing can be imported, input is damaged, or ``out`` exists.
+    ``format_name`` is one of FORMATS, or AUTO. ``lenient`` salvages damaged input; the trace's notes say what was
+    dropped. ``workers`` processes read in parallel; more than one needs an importable main module, as
+    ``multiprocessing`` does. Raises TraceError if nothing can be imported, input is damaged, or ``out`` exists.
     """
     files.check_absent(out, TraceError)
     with Sources(source, lenient=lenient) as sources:
@@ -209,7 +209,7 @@ def import_trace(
         raise _nothing_timed(read.companions, read.refused)
     notes += _unused(read.companions, read.ranks)
     job = settle(read.ranks, lenient=lenient)
-    notes += number_collectives({rank: one.events for rank, one in sorted(job.workers.items())})
+    notes += number_collectives({rank: recording.events for rank, recording in sorted(job.workers.items())})
     clocks, clock_notes = _align(job)
     manifest = _manifest(job, clocks, [*notes, *clock_notes])
     with files.folder_written_whole(out, TraceError) as folder:
@@ -224,70 +224,74 @@ def import_trace(
 
 
 def sort_out(
-    found: Sequence[Found], format_name: str, unreadable: list[str] | None = None
+    files_found: Sequence[Found], format_name: str, unreadable: list[str] | None = None
 ) -> tuple[list[tuple[Found, Format]], list[str]]:
-    """Which format each document is of; and what is of none.
+    """Detect the format of each file; returns the recognised files and the names of the rest.
 
-    What cannot be read is said in ``unreadable``. Raises TraceError where there is no such list, or no document.
+    Unreadable files are noted in ``unreadable``. Raises TraceError if that is None, or if no file is recognised.
     """
     if format_name != AUTO:
-        chosen = next((one for one in FORMATS if one.name == format_name), None)
+        chosen = next((candidate for candidate in FORMATS if candidate.name == format_name), None)
         if chosen is None:
             raise TraceError(
-                "no such format", got=format_name, expected=", ".join([AUTO, *(one.name for one in FORMATS)])
+                "unknown trace format",
+                got=format_name,
+                expected=", ".join([AUTO, *(candidate.name for candidate in FORMATS)]),
             )
-        return [(one, chosen) for one in found], []
-    known: list[tuple[Found, Format]] = []
+        return [(file, chosen) for file in files_found], []
+    recognised_files: list[tuple[Found, Format]] = []
     left_out = []
-    for one in found:
+    for file in files_found:
         try:
-            head = head_of(one)
+            head = head_of(file)
         except TraceError as failure:
             if unreadable is None:
                 raise
             unreadable.append(f"Left out: {failure}")
             continue
-        recognised = next((each for each in FORMATS if each.recognises(one.name, head)), None)
+        recognised = next((candidate for candidate in FORMATS if candidate.recognises(file.name, head)), None)
         if recognised is None:
-            left_out.append(one.name)
+            left_out.append(file.name)
         else:
-            known.append((one, recognised))
-    if not known:
+            recognised_files.append((file, recognised))
+    if not recognised_files:
         raise TraceError(
-            "no file of a known format",
-            got=f"{len(found)} file{'s' if len(found) > 1 else ''}, such as {found[0].name}",
-            expected=", ".join(one.title for one in FORMATS),
-            fix="If it is one of these, name it with --format.",
+            "no file has a known trace format",
+            got=f"{len(files_found)} file{'s' if len(files_found) > 1 else ''}, such as {files_found[0].name}",
+            expected=", ".join(candidate.title for candidate in FORMATS),
+            fix="If you know the format, pass it with --format.",
         )
-    return _once(known), left_out
+    return _once(recognised_files), left_out
 
 
-def _once(known: list[tuple[Found, Format]]) -> list[tuple[Found, Format]]:
-    """JAX and TensorFlow write one recording in several forms side by side: the XSpace says most."""
-    whole = {str(PurePath(found.name).parent) for found, chosen in known if chosen.name == "xplane"}
+def _once(documents: list[tuple[Found, Format]]) -> list[tuple[Found, Format]]:
+    """Drop JSON twins of XSpace files: JAX and TensorFlow write one recording in both forms."""
+    xplane_folders = {
+        str(PurePath(file.name).parent) for file, chosen in documents if chosen.name == "xplane"
+    }
     return [
-        (found, chosen)
-        for found, chosen in known
-        if chosen.name != "jax" or str(PurePath(found.name).parent) not in whole
+        (file, chosen)
+        for file, chosen in documents
+        if chosen.name != "jax" or str(PurePath(file.name).parent) not in xplane_folders
     ]
 
 
 def _nothing_timed(companions: Sequence[Companion], refused: Sequence[str]) -> TraceError:
     if not companions:
-        return TraceError("no file could be read", got=refused[0] if refused else "nothing")
+        return TraceError("none of the files could be read", got=refused[0] if refused else "nothing")
     lacks = execution_trace.LACKS if companions[0].kind == "execution_trace" else flight_recorder.LACKS
-    return TraceError(f"nothing here has times. {lacks}", got=companions[0].source)
+    return TraceError(f"no file contains times. {lacks}", got=companions[0].source)
 
 
 def _unused(companions: Sequence[Companion], ranks: Sequence[ForeignRank]) -> list[str]:
-    """What to say of documents that tell of communication, but of no rank whose times are here."""
+    """Notes about companion documents that match no recording."""
     timed = {rank.rank for rank in ranks}
     return [
         f"{companion.source} was not used: "
         + (
-            "it does not say which rank it is of; put that into its name, as in rank3.json."
+            "its rank is unknown; put it into the file name, as in rank3.json."
             if companion.rank is None
-            else f"it is of rank {companion.rank}, of which nothing here has times."
+            else f"no file contains times of rank {companion.rank}."
         )
         for companion in companions
         if companion.rank not in timed
@@ -295,38 +299,45 @@ def _unused(companions: Sequence[Companion], ranks: Sequence[ForeignRank]) -> li
 
 
 def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
-    """Bring everybody's events onto the first worker's clock."""
-    clock_of = {rank: _clock(one, f"rank {rank}") for rank, one in sorted(job.workers.items())}
+    """Shift all events onto the first worker's clock."""
+    clock_of = {rank: _clock(recording, f"rank {rank}") for rank, recording in sorted(job.workers.items())}
     names = list(dict.fromkeys(clock_of.values()))
     fits = {names[0]: ClockFit()}
     notes = []
     if len(names) > 1:
         on_devices = frozenset(rank for rank, worker in job.workers.items() if worker.on_device)
-        meetings = meetings_of({rank: one.events for rank, one in job.workers.items()}, clock_of, on_devices)
+        meetings = meetings_of(
+            {rank: recording.events for rank, recording in job.workers.items()}, clock_of, on_devices
+        )
         fits = fit_clocks(meetings, names)
-        notes.append(f"{len(names)} clocks were aligned by what ranks did together.")
-    for rank, one in job.workers.items():
-        one.events = aligned(one.events, fits[clock_of[rank]])
+        notes.append(f"{len(names)} clocks were aligned by the ranks' common collectives and messages.")
+    for rank, recording in job.workers.items():
+        recording.events = aligned(recording.events, fits[clock_of[rank]])
     server_fits = {}
-    for server, one in job.servers.items():
-        server_fits[server] = fits.get(_clock(one, ""), ClockFit())
-        one.events = aligned(one.events, server_fits[server])
+    for server, recording in job.servers.items():
+        server_fits[server] = fits.get(_clock(recording, ""), ClockFit())
+        recording.events = aligned(recording.events, server_fits[server])
     return {"worker": {rank: fits[clock] for rank, clock in clock_of.items()}, "server": server_fits}, notes
 
 
-def _clock(one: ForeignRank, otherwise: str) -> str:
-    """The name of the clock that timed a recording: wall clocks belong to hosts."""
-    return one.clock or (f"host {one.host}" if one.host and one.absolute else otherwise)
+def _clock(recording: ForeignRank, otherwise: str) -> str:
+    """The name of a recording's clock: wall clocks are shared by all ranks of a host."""
+    return recording.clock or (
+        f"host {recording.host}" if recording.host and recording.absolute else otherwise
+    )
 
 
 def _manifest(job: Job, clocks: Mapping[str, Mapping[int, ClockFit]], notes: Sequence[str]) -> Manifest:
     steps = set.intersection(*(worker.events.whole_steps for worker in job.workers.values()))
     if not steps:
         raise TraceError(
-            "the ranks share no step",
-            got={rank: sorted(one.events.whole_steps)[:4] for rank, one in list(job.workers.items())[:4]},
-            expected="at least one step that all of them recorded",
-            fix="Import ranks that were recorded over the same steps.",
+            "the ranks have no recorded step in common",
+            got={
+                rank: sorted(recording.events.whole_steps)[:4]
+                for rank, recording in list(job.workers.items())[:4]
+            },
+            expected="at least one step recorded by every rank",
+            fix="Import recordings of the same steps.",
         )
     missing = job.world_size - len(job.workers)
     return Manifest(
@@ -334,12 +345,16 @@ def _manifest(job: Job, clocks: Mapping[str, Mapping[int, ClockFit]], notes: Seq
         world_size=job.world_size,
         steps=tuple(sorted(steps)),
         ranks=tuple(
-            _info(rank, one, job, clocks["worker"][rank]) for rank, one in sorted(job.workers.items())
+            _info(rank, recording, job, clocks["worker"][rank])
+            for rank, recording in sorted(job.workers.items())
         ),
         servers=tuple(
-            _info(rank, one, job, clocks["server"][rank]) for rank, one in sorted(job.servers.items())
+            _info(rank, recording, job, clocks["server"][rank])
+            for rank, recording in sorted(job.servers.items())
         ),
-        groups={name: members for one in job.workers.values() for name, members in one.groups.items()},
+        groups={
+            name: members for recording in job.workers.values() for name, members in recording.groups.items()
+        },
         notes=tuple(
             dict.fromkeys(
                 one_line(note, limit=1000)
@@ -347,36 +362,36 @@ def _manifest(job: Job, clocks: Mapping[str, Mapping[int, ClockFit]], notes: Seq
                     *([f"{missing} of {job.world_size} ranks are not in this trace."] if missing else []),
                     *job.notes,
                     *notes,
-                    *_said_by_ranks(job),
+                    *_rank_notes(job),
                 ]
             )
         ),
     )
 
 
-def _said_by_ranks(job: Job) -> list[str]:
-    """What readers said, once, with the ranks of which it was said where it is not of all."""
-    said: dict[str, list[str]] = {}
+def _rank_notes(job: Job) -> list[str]:
+    """The readers' notes, each once, with its ranks unless it applies to all of them."""
+    ranks_of_note: dict[str, list[str]] = {}
     for role, ranks in (("rank", job.workers), ("server", job.servers)):
-        for rank, one in sorted(ranks.items()):
-            for note in one.notes:
-                said.setdefault(note, []).append(f"{role} {rank}")
+        for rank, recording in sorted(ranks.items()):
+            for note in recording.notes:
+                ranks_of_note.setdefault(note, []).append(f"{role} {rank}")
     everybody = len(job.workers) + len(job.servers)
     return [
         note if len(of) == everybody else f"{', '.join(of[:4])}{' and more' if len(of) > 4 else ''}: {note}"
-        for note, of in said.items()
+        for note, of in ranks_of_note.items()
     ]
 
 
-def _info(rank: int, one: ForeignRank, job: Job, clock: ClockFit) -> RankInfo:
+def _info(rank: int, recording: ForeignRank, job: Job, clock: ClockFit) -> RankInfo:
     return RankInfo(
         rank=rank,
-        host=one_line(one.host) or f"{one.role}{rank}",
+        host=one_line(recording.host) or f"{recording.role}{rank}",
         world_size=job.world_size,
-        backend=one_line(one.backend),
-        version=one_line(one.version),
-        source=one.source,
+        backend=one_line(recording.backend),
+        version=one_line(recording.version),
+        source=recording.source,
         clock=clock,
-        device=one_line(one.device)[:200],
-        dropped_events=one.dropped_events,
+        device=one_line(recording.device)[:200],
+        dropped_events=recording.dropped_events,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headway.errors import PlanError
-from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.python_passes import in_torch, literal, python_file
+from headway.interop.settings.request import Bucketed, SettingsRequest, bucketed, one_wire, unexpressed
 from headway.scheduling.fusion import MIB, bucket_caps_mb
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
@@ -56,7 +56,7 @@ def wrap_optimizer(optimizer, process_group=None):
 """
 
 
-def settings(asked: Asked) -> Settings:
+def settings(asked: SettingsRequest) -> Settings:
     """DDP's arguments for a plan of buckets, or torch's own local SGD.
 
     Raises PlanError for other plans, and for buckets by name where no model says how large they are.
@@ -88,7 +88,7 @@ def settings(asked: Asked) -> Settings:
     return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})
 
 
-def _of_pipeline(asked: Asked) -> list[str]:
+def _of_pipeline(asked: SettingsRequest) -> list[str]:
     if asked.pipeline is None:
         return []
     return [
@@ -110,7 +110,7 @@ def _hook(strategy: Bucketed) -> tuple[str, list[str]]:
     ]
 
 
-def _arguments(asked: Asked, strategy: Bucketed) -> tuple[dict[str, Any], list[str]]:
+def _arguments(asked: SettingsRequest, strategy: Bucketed) -> tuple[dict[str, Any], list[str]]:
     """What DDP is given for its buckets, and what of the strategy that is not."""
     if isinstance(strategy, DecoupledStrategy):
         return _nearest(asked, strategy)
@@ -123,7 +123,7 @@ def _arguments(asked: Asked, strategy: Bucketed) -> tuple[dict[str, Any], list[s
     return {"bucket_cap_mb": (*strategy.bucket_caps_mb, strategy.bucket_cap_mb)[0]}, lacks
 
 
-def _nearest(asked: Asked, strategy: DecoupledStrategy) -> tuple[dict[str, Any], list[str]]:
+def _nearest(asked: SettingsRequest, strategy: DecoupledStrategy) -> tuple[dict[str, Any], list[str]]:
     """The same buckets, all-reduced under backward."""
     kept = " and keeps all of the optimizer's state" if strategy.gather == "parameters" else ""
     lacks = [
@@ -157,7 +157,7 @@ def _gist(arguments: dict[str, Any]) -> str:
     return "its default buckets" if cap is None else f"bucket_cap_mb={cap:g}"
 
 
-def _local_sgd(asked: Asked, strategy: LocalSGDStrategy) -> Settings:
+def _local_sgd(asked: SettingsRequest, strategy: LocalSGDStrategy) -> Settings:
     lacks = []
     if strategy.outer is not None:
         lacks.append("the outer optimizer: ranks go on with the mean of their models, so it trains otherwise")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway import files
-from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.elements import one_size
 from headway.interop.settings.python_passes import InTorch, in_torch, python_file
+from headway.interop.settings.request import Bucketed, SettingsRequest, bucketed, one_wire, unexpressed
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.precision import Precision
@@ -24,7 +24,7 @@ WIRES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 ALIGNMENT = 2  # of allgather_bucket_size; ZeRO asserts that it is a multiple
 
 
-def settings(asked: Asked) -> Settings:
+def settings(asked: SettingsRequest) -> Settings:
     """ZeRO of stage 1 with buckets of the plan's size, and a pipeline's micro-batches.
 
     Stage 1 reduces gradients in buckets under backward, once a step. Without ZeRO, DeepSpeed reduces after backward in
@@ -129,7 +129,7 @@ def _of_data(strategy: Bucketed, written: dict[str, Any]) -> list[str]:
     return lacks
 
 
-def _of_pipeline(asked: Asked) -> list[str]:
+def _of_pipeline(asked: SettingsRequest) -> list[str]:
     pipeline = asked.pipeline
     assert pipeline is not None
     lacks = []

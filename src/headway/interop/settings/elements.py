@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.interop.settings.asked import Asked, Bucketed
+from headway.interop.settings.request import Bucketed, SettingsRequest
 from headway.model import DTYPE_BYTES
 from headway.scheduling.buckets import Bucket, BucketSchedule
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
@@ -18,7 +18,7 @@ def elements(bucket: Bucket) -> int:
     return bucket.size_bytes // DTYPE_BYTES[bucket.dtype]
 
 
-def one_size(asked: Asked, strategy: Bucketed, *, closes_before: bool) -> tuple[int, str]:
+def one_size(asked: SettingsRequest, strategy: Bucketed, *, closes_before: bool) -> tuple[int, str]:
     """The size in elements of a bucket at most, and what of the plan it leaves out, "" for nothing.
 
     ``closes_before`` says that the tool closes a bucket before it would exceed that, not once it has reached it. Where

@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from headway.errors import PlanError
-from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.python_passes import in_torch, literal, python_file
+from headway.interop.settings.request import SettingsRequest, unexpressed
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -83,7 +83,7 @@ class Grouping:
     """How many parameters the model holds itself: they are gathered before all others."""
 
 
-def settings(asked: Asked) -> Settings:
+def settings(asked: SettingsRequest) -> Settings:
     """Groups of modules and what is gathered ahead, for a decoupled plan of a model in one piece.
 
     Raises PlanError for other plans, without the model, for a model without modules to group, and for one with

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.elements import one_size
+from headway.interop.settings.request import Bucketed, SettingsRequest, bucketed, one_wire, unexpressed
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.input_workers import InputWorkers
@@ -21,7 +21,7 @@ MEGATRON = "Megatron"
 PREFETCH = 2  # as torch's loaders have it by default
 
 
-def settings(asked: Asked) -> Settings:
+def settings(asked: SettingsRequest) -> Settings:
     """Megatron's arguments for buckets, the decoupled all-reduce and 1F1B, plain or interleaved.
 
     Its distributed optimizer with both overlaps is the decoupled all-reduce of parameters. Raises PlanError for other
@@ -139,11 +139,11 @@ def _passes(passes: Sequence[Pass]) -> _Passes:
     return said
 
 
-def _in_bfloat16(asked: Asked) -> bool:
+def _in_bfloat16(asked: SettingsRequest) -> bool:
     return any(parameter.dtype == "bfloat16" for stage in asked.stages for parameter in stage.parameters)
 
 
-def _pipeline(asked: Asked) -> tuple[list[str], str, list[str]]:
+def _pipeline(asked: SettingsRequest) -> tuple[list[str], str, list[str]]:
     """The arguments of a pipeline, what they do, and what they do not."""
     pipeline, ranks = asked.pipeline, asked.pipeline_ranks
     assert pipeline is not None

@@ -15,7 +15,7 @@ from headway.cluster import Cluster
 from headway.collectives.algorithms import NATIVE
 from headway.collectives.nccl import Algorithm, Choice, Kind, Protocol, choose, fabric_of, time_us, tuned
 from headway.errors import UserError
-from headway.interop.settings.asked import Asked, unexpressed
+from headway.interop.settings.request import SettingsRequest, unexpressed
 from headway.interop.settings.tuner_table import ANY, ANY_SIZE, COLLECTIVES, TunerRule, table
 from headway.simulator.expectation import collectives_error
 from headway.strategies.base import DATA
@@ -48,7 +48,7 @@ class Faster(NamedTuple):
     gain: float
 
 
-def nccl(asked: Asked) -> Settings:
+def nccl(asked: SettingsRequest) -> Settings:
     """NCCL_ALGO and NCCL_PROTO; with a number of channels, the table of the tuner that NCCL has as an example.
 
     That tuner gives one channel to whatever no rule fits, and to rules that leave channels open, so the table names a
@@ -84,7 +84,7 @@ def nccl(asked: Asked) -> Settings:
     )
 
 
-def rccl(asked: Asked) -> Settings:
+def rccl(asked: SettingsRequest) -> Settings:
     """The table that RCCL reads by itself, if the plan chooses an algorithm. Raises PlanError without collectives."""
     chosen = _chosen(asked, RCCL)
     if not chosen:
@@ -109,7 +109,7 @@ def rccl(asked: Asked) -> Settings:
     )
 
 
-def _nothing_to_set(asked: Asked, library: str) -> Settings:
+def _nothing_to_set(asked: SettingsRequest, library: str) -> Settings:
     """What is said of a plan that leaves all algorithms to the library, or has none that this one knows."""
     cluster = asked.plan.cluster
     why, more = "the plan leaves the choice of algorithms to the library", ""
@@ -136,7 +136,7 @@ def _nothing_to_set(asked: Asked, library: str) -> Settings:
     )
 
 
-def _faster(asked: Asked) -> dict[str, Faster]:
+def _faster(asked: SettingsRequest) -> dict[str, Faster]:
     """By function that the plan leaves to NCCL, what is faster on its cluster by more than the model's error."""
     cluster, sizes = asked.plan.cluster, _sizes(asked)
     if cluster is None or cluster.nccl is None or not sizes or not _is_whole(asked, cluster):
@@ -150,7 +150,7 @@ def _faster(asked: Asked) -> dict[str, Faster]:
     return {function: choice for function, choice in compared.items() if choice.gain > least}
 
 
-def _is_whole(asked: Asked, cluster: Cluster) -> bool:
+def _is_whole(asked: SettingsRequest, cluster: Cluster) -> bool:
     """Whether the plan's collectives are over all workers, as many on each host: what the model can compare."""
     alike = len({host.workers for host in cluster.hosts}) == 1
     return alike and asked.pipeline is None and 1 < asked.replicas == cluster.world_size
@@ -187,7 +187,7 @@ def _fastest(cluster: Cluster, kind: Kind, sizes_bytes: Sequence[int]) -> Faster
 
 
 def _nccl_table(
-    asked: Asked,
+    asked: SettingsRequest,
     chosen: dict[str, str],
     protocols: Mapping[str, str],
     channels: int,
@@ -229,7 +229,7 @@ def _gist(chosen: dict[str, str]) -> str:
     return ", ".join(f"{name} for {function}" for function, name in chosen.items())
 
 
-def _chosen(asked: Asked, library: str) -> dict[str, str]:
+def _chosen(asked: SettingsRequest, library: str) -> dict[str, str]:
     """The algorithm of each function for which the plan chooses one. Raises PlanError where it calls none of them."""
     data = asked.data
     choices: dict[str, str | None]
@@ -248,7 +248,7 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
     return {function: name for function, name in choices.items() if name is not None}
 
 
-def _replayed_as_rings(asked: Asked) -> bool:
+def _replayed_as_rings(asked: SettingsRequest) -> bool:
     """Whether what the plan leaves to the library is to be fixed to rings: a replay with NCCL's model has no rings."""
     cluster = asked.plan.cluster
     return asked.collectives.as_replayed and (cluster is None or cluster.nccl is None)
@@ -259,7 +259,7 @@ def _halves(data: DecoupledStrategy) -> dict[str, str]:
     return {"reducescatter": data.reduce_scatter, "allgather": data.all_gather}
 
 
-def _left_out(asked: Asked, chosen: dict[str, str]) -> tuple[str, ...]:
+def _left_out(asked: SettingsRequest, chosen: dict[str, str]) -> tuple[str, ...]:
     """What of the plan is not among what was ``chosen``."""
     said = unexpressed(asked)
     if isinstance(data := asked.data, DecoupledStrategy):
@@ -277,7 +277,10 @@ def _left_out(asked: Asked, chosen: dict[str, str]) -> tuple[str, ...]:
 
 
 def _rules(
-    asked: Asked, chosen: dict[str, str], channels: int, protocols: Mapping[str, str] = MappingProxyType({})
+    asked: SettingsRequest,
+    chosen: dict[str, str],
+    channels: int,
+    protocols: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[TunerRule, ...]:
     """A rule for each function, for the sizes of the plan's buckets where the model is known, and for its groups."""
     # A bucket may be padded so that every rank has an equal share.
@@ -291,7 +294,7 @@ def _rules(
     )
 
 
-def _sizes(asked: Asked) -> list[int]:
+def _sizes(asked: SettingsRequest) -> list[int]:
     """The bytes of all buckets; none where the model is not known or what is sent is not in buckets."""
     if not asked.stages or not isinstance(asked.data, DecoupledStrategy | DistributedDataParallelStrategy):
         return []

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headway.interop.settings import ddp, deepspeed, fsdp2, megatron, nccl
-from headway.interop.settings.asked import Asked, unexpressed
+from headway.interop.settings.request import SettingsRequest, unexpressed
 from headway.job import Job
 from headway.strategies.registry import plugin_of
 from headway.tool_settings import Settings
 
-TOOLS: dict[str, Callable[[Asked], Settings]] = {
+TOOLS: dict[str, Callable[[SettingsRequest], Settings]] = {
     "ddp": ddp.settings,
     "fsdp2": fsdp2.settings,
     "deepspeed": deepspeed.settings,
@@ -22,7 +22,7 @@ TOOLS: dict[str, Callable[[Asked], Settings]] = {
 """Each raises PlanError for a plan that its tool has nothing for."""
 
 
-def settings_for(tool: str, asked: Asked) -> Settings:
+def settings_for(tool: str, asked: SettingsRequest) -> Settings:
     """What was asked as settings of ``tool``: as the strategy along data has it, or as the tool's file does.
 
     Raises PlanError where there are none.

@@ -36,7 +36,7 @@ class CollectiveOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SettingsRequest:
     """A plan, and the models of its job's stages: none where its trace is not known, for a reason if there is one.
 
     A plan file alone says what was decided. What becomes of it for a model (how many elements a bucket holds, which
@@ -99,7 +99,7 @@ class Asked:
         )
 
 
-def bucketed(asked: Asked, tool: str, kinds: tuple[type[Strategy], ...]) -> Bucketed | None:
+def bucketed(asked: SettingsRequest, tool: str, kinds: tuple[type[Strategy], ...]) -> Bucketed | None:
     """The strategy along data, one of ``kinds``; None for a pipeline alone. Raises PlanError for others."""
     if asked.data is None and asked.pipeline is not None:
         return None
@@ -117,7 +117,7 @@ def one_wire(strategy: DistributedDataParallelStrategy) -> Cast | None:
     return only if isinstance(only, Cast) and not only.error_feedback else None
 
 
-def unexpressed(asked: Asked, of_passes: Sequence[str] | None = None) -> list[str]:
+def unexpressed(asked: SettingsRequest, of_passes: Sequence[str] | None = None) -> list[str]:
     """What no stock tool does of a plan. ``of_passes`` is what a tool does not do of passes, all of them by default."""
     said = [f"the pass {pass_.name}" for pass_ in asked.plan.passes] if of_passes is None else list(of_passes)
     planned = asked.plan.parallel.get(DATA)
