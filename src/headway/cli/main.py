@@ -25,6 +25,7 @@ COMMANDS = {
     "replay": "simulate the recorded steps, as they were or under what-ifs",
     "predict": "predict the step of a model on a cluster, without a trace",
     "optimize": "search for the best plan and write it to a file",
+    "measure": "measure what a pass does to a recorded job",
     "run": "run an unmodified training command under a plan",
     "settings": "print a plan as settings of DDP, FSDP2, DeepSpeed, Megatron, NCCL or RCCL",
     "decisions": "say what was decided while a job trained, and why",
@@ -149,7 +150,7 @@ def _hint(context: click.Context | None, arguments: list[str]) -> str:
     """Where the job's command belongs, for who gave it without ``--``."""
     if context is None or "--" in arguments or not context.command.params:
         return ""
-    takes_command = "-- COMMAND" in str(getattr(context.command, "options_metavar", ""))
+    takes_command = "-- COMMAND" in " ".join(context.get_usage().split())
     return f" The command stands behind --: {context.command_path} … -- torchrun train.py." * takes_command
 
 

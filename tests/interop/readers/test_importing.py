@@ -105,18 +105,18 @@ def test_ranks_that_are_missing(tmp_path: Path) -> None:
 
 
 FAILURES: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    "companions alone": (["kineto/flight*"], {}, r"nothing here has times\. A flight recorder"),
+    "companions alone": (["kineto/flight*"], {}, r"no file contains times\. A flight recorder"),
     "a pickle": (["flight_recorder/*"], {}, "is a pickle, which is never opened"),
-    "nothing known": (["mxnet/make.py"], {}, "no file of a known format; got 1 file,"),
+    "nothing known": (["mxnet/make.py"], {}, "no file has a known trace format; got 1 file,"),
     "another format": (["kineto/rank0*"], {"format_name": "chakra"}, "rank0"),
     "no format": (
         ["kineto/rank0*"],
         {"format_name": "etl"},
-        "no such format; got etl; expected auto, flight-recorder",
+        "unknown trace format; got etl; expected auto, flight-recorder",
     ),
-    "several recordings of one rank": (["horovod/*.json"], {}, "rank 0 was found 3 times"),
-    "several tools": (["horovod/arrivals.json", "kineto/rank*"], {}, "several jobs are mixed"),
-    "nothing that takes time": (["chakra/allreduce*"], {}, "holds nothing that takes time"),
+    "several recordings of one rank": (["horovod/*.json"], {}, "3 recordings claim rank 0"),
+    "several tools": (["horovod/arrivals.json", "kineto/rank*"], {}, "are recordings of several jobs"),
+    "nothing that takes time": (["chakra/allreduce*"], {}, "contains no durations"),
 }
 
 
@@ -176,7 +176,7 @@ def test_damaged_documents_are_left_out_leniently(tmp_path: Path) -> None:
     done = import_trace(source, tmp_path / "out", lenient=True)
     assert [info.rank for info in done.manifest.ranks] == [0, 1]
     said = " ".join(done.manifest.notes)
-    assert "rank2.json holds no operators" in said
+    assert "rank2.json contains no operators" in said
     assert "rank3.json.gz cannot be read" in said
     for only in ("rank2.json", "rank3.json.gz"):
         with pytest.raises(TraceError):

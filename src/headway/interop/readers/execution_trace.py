@@ -120,7 +120,7 @@ class _Row:
 
 
 @dataclass
-class Gathered:
+class OperationCollector:
     """Collects operations from their nodes, taken in call order.
 
     NCCL: ``c10d::allreduce_`` calls ``record_param_comms`` calls ``nccl:all_reduce``. Gloo: ``c10d::allreduce_``, then
@@ -272,7 +272,7 @@ def recognises(name: str, head: bytes) -> bool:
 def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read the communication in a rank's execution trace. Raises TraceError if it is damaged."""
     nodes, dropped = _nodes(document)
-    gathered = Gathered()
+    gathered = OperationCollector()
     for node in sorted(nodes, key=in_order_of_call):
         gathered.take(node)
     notes = []

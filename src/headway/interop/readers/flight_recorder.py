@@ -45,7 +45,7 @@ _OPERATION = re.compile(r"^(?:[\w.]+:)?(\w+)(?:\s+(\d{1,7})\s*(?:->|<-)\s*(\d{1,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
+class LaunchedCommunication:
     """One rank's launches as columns: one row per collective or message, in launch order.
 
     ``size_bytes`` is the whole tensor's. "" and -1 mean unknown.
@@ -258,9 +258,9 @@ def _own_rank(rows: Sequence[_Row], groups: dict[str, tuple[int, ...]]) -> int |
 
 def _columns(
     rows: list[_Row], groups: dict[str, tuple[int, ...]], dropped: int, notes: tuple[str, ...]
-) -> Recorded:
+) -> LaunchedCommunication:
     rows = sorted(rows, key=lambda row: row.created_ns)
-    return Recorded(
+    return LaunchedCommunication(
         group=texts([row.group for row in rows]),
         description=texts([row.description for row in rows]),
         sequence=ints([row.sequence for row in rows]),

@@ -1,4 +1,4 @@
-"""The tools that plans can be printed for, by the name that the command line knows them by."""
+"""The tools that plans can be exported for, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TOOLS: dict[str, Callable[[SettingsRequest], Settings]] = {
     "nccl": nccl.nccl,
     "rccl": nccl.rccl,
 }
-"""Each raises PlanError for a plan that its tool has nothing for."""
+"""Each raises PlanError if its tool has no equivalent of the plan."""
 
 
-def settings_for(tool: str, asked: SettingsRequest) -> Settings:
-    """What was asked as settings of ``tool``: as the strategy along data has it, or as the tool's file does.
+def settings_for(tool: str, request: SettingsRequest) -> Settings:
+    """Export the requested plan as settings of ``tool``, by the data strategy's own exporter or the tool's.
 
-    Raises PlanError where there are none.
+    Raises PlanError if the tool has no equivalent of the plan.
     """
-    strategy = asked.data
-    if strategy is not None and asked.pipeline is None:
-        job = Job(asked.stages, asked.replicas) if asked.stages else None
-        found = plugin_of(strategy).settings_for(tool, strategy, job)
-        if found is not None:
-            return replace(found, lacks=(*found.lacks, *unexpressed(asked)))
-    return TOOLS[tool](asked)
+    strategy = request.data
+    if strategy is not None and request.pipeline is None:
+        job = Job(request.stages, request.replicas) if request.stages else None
+        settings = plugin_of(strategy).settings_for(tool, strategy, job)
+        if settings is not None:
+            return replace(settings, lacks=(*settings.lacks, *unexpressed(request)))
+    return TOOLS[tool](request)
 
 
 OF_COLLECTIVES = ("nccl", "rccl")
-"""Those that know the options of collectives."""
+"""The tools with options for collectives."""

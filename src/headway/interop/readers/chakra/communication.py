@@ -18,7 +18,12 @@ import numpy.typing as npt
 
 from headway.arrays import Ints, Texts
 from headway.interop.readers.chakra.document import COLLECTIVES, Nodes, NodeType
-from headway.interop.readers.execution_trace import ExecutedCommunication, Gathered, Node, in_order_of_call
+from headway.interop.readers.execution_trace import (
+    ExecutedCommunication,
+    Node,
+    OperationCollector,
+    in_order_of_call,
+)
 from headway.interop.readers.torch_json import UNREADABLE, ints, plain_name
 from headway.trace.events import Kind, texts
 
@@ -29,7 +34,7 @@ _WORDS = (("'", '"'), ("True", "true"), ("False", "false"), ("None", "null"))  #
 
 def host_calls(nodes: Nodes) -> ExecutedCommunication:
     """Gloo's operations and the process groups, in the form of an execution trace."""
-    gathered = Gathered()
+    gathered = OperationCollector()
     kept = [
         Node(
             name=str(nodes.name[index]),

@@ -9,7 +9,7 @@ import numpy as np
 
 from headway.arrays import Ints
 from headway.interop.readers.execution_trace import ExecutedCommunication
-from headway.interop.readers.flight_recorder import Recorded
+from headway.interop.readers.flight_recorder import LaunchedCommunication
 from headway.interop.readers.foreign import Companion
 from headway.interop.readers.torch_json import ranks_of
 
@@ -42,7 +42,9 @@ class Row(NamedTuple):
 class RankCompanions:
     """The companion documents of one rank."""
 
-    def __init__(self, executed: Sequence[ExecutedCommunication], recorded: Sequence[Recorded]) -> None:
+    def __init__(
+        self, executed: Sequence[ExecutedCommunication], recorded: Sequence[LaunchedCommunication]
+    ) -> None:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.notes: list[str] = []
         self._looked_up: set[str] = set()
@@ -79,7 +81,7 @@ class RankCompanions:
         contents = [companion.content for companion in companions if companion.rank == rank]
         return cls(
             [content for content in contents if isinstance(content, ExecutedCommunication)],
-            [content for content in contents if isinstance(content, Recorded)],
+            [content for content in contents if isinstance(content, LaunchedCommunication)],
         )
 
     def of_call(self, record_function: object) -> Row | None:
@@ -102,6 +104,6 @@ class RankCompanions:
         return rows
 
 
-def _columns(source: ExecutedCommunication | Recorded) -> tuple[list[object], ...]:
+def _columns(source: ExecutedCommunication | LaunchedCommunication) -> tuple[list[object], ...]:
     columns = (source.name, source.group, source.sequence, source.size_bytes, source.peer)
     return tuple(column.tolist() for column in columns)
