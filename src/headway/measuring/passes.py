@@ -87,8 +87,8 @@ def in_words(effects: dict[str, MeasuredEffect]) -> list[str]:
 def pass_of(trace: Trace, words: Sequence[str]) -> MeasuredPass:
     """The pass named by the first of ``words``, with the options in the others, such as ``block=64``.
 
-    Other words are names of modules, for passes that take some. Options default to what is usual: ``precision`` to
-    bfloat16, ``input`` to two workers, ``compile`` to the repeated modules. Raises UserError for wrong words.
+    Other words are names of modules, for passes that take some. Defaults: bfloat16 for ``precision``, two workers for
+    ``input``, and the repeated modules for ``compile``. Raises UserError for wrong words.
     """
     kind = _kind(words[0] if words else "")
     options: dict[str, object] = {}
@@ -157,7 +157,8 @@ def repeated_modules(model: ModelSpec) -> tuple[str, ...]:
             "the model has no numbered modules to compile", got=", ".join(paths[:8]),
             fix="Name the modules to compile: headway measure compile TRACE MODULE ... -- COMMAND.",
         )  # fmt: skip
-    return tuple(max(several, key=size_bytes))
+    largest = max(several, key=size_bytes)
+    return tuple(largest)
 
 
 def measured_effects(

@@ -36,7 +36,7 @@ class Pass(BaseModel):
     """Whether it only saves memory, and so is proposed only for plans that exceed the memory limit."""
 
     stands_first: ClassVar[bool] = False
-    """Whether it has to be the first pass of a plan, as what it does was measured of a job without any other."""
+    """Whether it must be the first pass of a plan, because its effect was measured without other passes."""
 
     changes_module: ClassVar[bool] = True
     """Whether it changes the module permanently, as opposed to its optimizers or data."""

@@ -42,7 +42,7 @@ def compile_modules(root: nn.Module, paths: Sequence[str]) -> None:
             )  # fmt: skip
         original = type(module)
         if original not in classes:
-            classes[original] = with_forward(original, _Compiled(original.forward), besides=CompiledModule)
+            classes[original] = with_forward(original, _Compiled(original.forward), mixin=CompiledModule)
         give_class(module, repr(path), classes[original])
 
 

@@ -134,11 +134,11 @@ def give_class(module: nn.Module, path: str, changed: type[nn.Module]) -> None:
 
 
 def with_forward(
-    original: type[nn.Module], around: Forward, *, besides: type = ReplacedForward
+    original: type[nn.Module], around: Forward, *, mixin: type = ReplacedForward
 ) -> type[nn.Module]:
-    """A subclass of ``original`` and ``besides`` (a ``Changed``) with its forward wrapped in ``around``."""
+    """A subclass of ``original`` and ``mixin`` (a ``ReplacedForward``) with its forward wrapped in ``around``."""
 
-    class OtherForward(original, besides):  # type: ignore[misc, valid-type]
+    class OtherForward(original, mixin):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return around(partial(original.forward, self), self, *args, **kwargs)
 

@@ -181,7 +181,7 @@ def test_what_each_rank_gives_becomes_the_whole_where_the_number_of_ranks_is_kno
     assert known.events.of_kind(Kind.COLLECTIVE).size_bytes.tolist() == [800]
     unknown = rank_of(made(gathered))
     assert unknown.events.of_kind(Kind.COLLECTIVE).size_bytes.tolist() == [-1]
-    assert any("not how many ranks" in note for note in unknown.notes)
+    assert any("size of their group is unknown" in note for note in unknown.notes)
 
 
 def test_communication_waits_for_its_turn_in_its_group_only() -> None:

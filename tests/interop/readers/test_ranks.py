@@ -168,7 +168,7 @@ def test_two_jobs(other: dict[str, Any], words: str) -> None:
     job = settle(found, lenient=True)
     assert [one.source for one in job.workers.values()] == ["b", "c"]
     assert job.world_size == other["world_size"]
-    assert "those of 2 of pytorch" in job.notes[0]
+    assert "kept: 2 of pytorch" in job.notes[0]
 
 
 def test_a_recording_that_does_not_tell_its_world_belongs_to_the_only_job() -> None:

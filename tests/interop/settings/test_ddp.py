@@ -50,7 +50,7 @@ def test_a_decoupled_plan_becomes_the_same_buckets_and_says_that_they_are_not_de
     assert arguments(found)["bucket_cap_mb_list"] == [size / MIB for size in sizes]
     (lack,) = found.lacks
     assert "none of it in the next forward" in lack
-    assert "keeps all of the optimizer's state" in lack
+    assert "keeps the whole optimizer state" in lack
     gathers = ddp.settings(asked("decoupled", buckets=BY_NAME, gather="gradients"))
     assert "optimizer" not in gathers.lacks[0]
 

@@ -300,7 +300,7 @@ def read_document(source: Found, *, lenient: bool = False) -> Document:
     for readers to judge.
     """
     limit_bytes = min(MAX_DOCUMENT_BYTES, most_bytes(source.size_bytes))
-    data = BytesIO()  # gives what it holds without another copy
+    data = BytesIO()  # getvalue() does not copy
     ending = ""
     with _opened(source) as file:
         try:

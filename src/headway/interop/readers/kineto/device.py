@@ -119,7 +119,7 @@ def device_events(
     kernels = document.of_category(*DEVICE)
     launches = _launches(document, kernels)
     step = _steps(document, kernels, launches, steps)
-    inside = step >= 0  # what was launched before the first step belongs to none
+    inside = step >= 0  # launches before the first step belong to none
     callers = EnclosingCalls(document)
     communicating = is_communication(document, kernels, launches, callers)
     phase = of_moments(document, launches)
