@@ -3,7 +3,7 @@
     python benchmarks/passes.py [--quick] [--only CASE] [--json FILE]
 
 Two workers on lab hosts, a core each, that really compute. A job is recorded once, the pass is measured on it as
-`python -m headway.measuring` does, replay predicts the step with it, and the job runs with the pass and without, in
+`headway measure` does, replay predicts the step with it, and the job runs with the pass and without, in
 turn. A case takes two minutes, and is kept as soon as it is done.
 """
 
@@ -24,7 +24,7 @@ ROUNDS, QUICK_ROUNDS = 5, 2
 WORDS = (
     f"Two workers on lab hosts (real Gloo over TCP, {RATE} each way), a core each, that really compute. `predicted_ms` "
     "is the step with the pass as replay has it from one recording of the job as it is, and from what the pass does as "
-    "`python -m headway.measuring` measures it in runs of its own (recomputation and accumulation are predicted from "
+    "`headway measure` measures it in runs of its own (recomputation and accumulation are predicted from "
     "the recording alone); `time_ms` the median over rounds of runs with the pass, `stock_ms` of runs without it, in "
     "turn with them. `predicted_ratio` and `ratio` are of a step with the pass to one without; `ratio_interval` is of "
     "rounds (bootstrap, 95 %). `expected` was said before anything was measured. `sign` says whether the ratios lie on "

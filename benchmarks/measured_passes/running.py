@@ -16,7 +16,7 @@ from job_shapes.running import step_ms
 from headway.errors import LaunchError
 from headway.lab import launch
 from headway.lab.spec import parse_spec
-from headway.measuring.pass_runs import measured_effects
+from headway.measuring.passes import measured_effects
 from headway.passes.measured import MeasuredPass
 from headway.passes.optimizer import OptimizerImplementation
 from headway.plan import Plan
@@ -58,12 +58,12 @@ def case_of(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _measure(case: Case, base: Path, script: Sequence[str]) -> None:
-    """As ``python -m headway.measuring`` does, but that runs are in the lab."""
+    """Measure like ``headway measure``, with runs in the lab."""
     if isinstance(case.changed, MeasuredPass):
         trace = load_trace(base)
         save_effects(trace, measured_effects(trace, case.changed, script, _run), "cpu")
     elif isinstance(case.changed, OptimizerImplementation):
-        command = (sys.executable, "-m", "headway.measuring.optimizers", str(base))
+        command = (sys.executable, "-m", "headway", "measure", "optimizer", str(base))
         subprocess.run(command, check=True, env={**os.environ, **ONE_THREAD}, stdout=sys.stderr)
 
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from headway.cluster import Cluster
 from headway.errors import PlanError
 from headway.interop.settings import ddp
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.measured import contenders
 from headway.optimization.result import SearchResult, plan_of
@@ -79,7 +79,7 @@ class Recording:
             return []
         found: list[tuple[float, ...]] = []
         try:
-            said = ddp.settings(Asked(self.headway.plan, self.replayer.job.stages))
+            said = ddp.settings(SettingsRequest(self.headway.plan, self.replayer.job.stages))
             found.append(_caps_mb(said.files[ddp.FILE]))
         except PlanError:
             pass  # a plan that DDP has nothing for

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.interop.settings import ddp, fsdp2
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.job import Job
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
@@ -38,10 +38,10 @@ def layers(count: int = 6) -> nn.Module:
     return nn.Sequential(*(nn.Linear(40, 40) for _ in range(count)))
 
 
-def asked_of(module: nn.Module, name: str, options: dict[str, Any]) -> Asked:
+def asked_of(module: nn.Module, name: str, options: dict[str, Any]) -> SettingsRequest:
     spec = model_spec(module)
     strategy = policy_named(name)(**options)
-    return Asked(Plan.data_parallel(strategy, dist.get_world_size(), spec), (spec,))
+    return SettingsRequest(Plan.data_parallel(strategy, dist.get_world_size(), spec), (spec,))
 
 
 def imported(text: str) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def sharded(rank: int, world_size: int, own: bool, channels: int) -> dict[str, A
     reference = copy.deepcopy(model)
     spec = model_spec(model)
     strategy = DecoupledStrategy(bucket_cap_bytes=8000, channels=channels)
-    asked = Asked(Plan.data_parallel(strategy, world_size, spec), (spec,))
+    asked = SettingsRequest(Plan.data_parallel(strategy, world_size, spec), (spec,))
     settings = fsdp2.settings(asked)
     defined = imported(settings.files[fsdp2.FILE])
     events: list[str] = []
@@ -217,7 +217,7 @@ def sharded_tied_and_frozen(rank: int, world_size: int) -> dict[str, Any]:
     reference = copy.deepcopy(model)
     spec = model_spec(model)
     strategy = DecoupledStrategy(bucket_cap_bytes=2000)
-    asked = Asked(Plan.data_parallel(strategy, world_size, spec), (spec,))
+    asked = SettingsRequest(Plan.data_parallel(strategy, world_size, spec), (spec,))
     model = imported(fsdp2.settings(asked).files[fsdp2.FILE])["shard"](model)
     _train_both(model, reference, rank, world_size)
     sharded = {name: p for name, p in model.named_parameters() if hasattr(p, "full_tensor")}
@@ -239,7 +239,7 @@ def with_passes(rank: int, world_size: int, tool: str) -> float:
     spec = model_spec(model)
     strategy = policy_named("decoupled" if tool == "fsdp2" else "ddp")()
     plan = Plan.data_parallel(strategy, world_size, spec).model_copy(update={"passes": passes})
-    asked = Asked(plan, (spec,))
+    asked = SettingsRequest(plan, (spec,))
     if tool == "fsdp2":
         model = imported(fsdp2.settings(asked).files[fsdp2.FILE])["shard"](model)
     else:

@@ -104,7 +104,7 @@ def test_its_steps_of_training_compute_under_autocast(
 def test_batches_that_its_steps_take_are_not_split(recorded: Path) -> None:
     found, _ = ran(recorded, Accumulate(micro_batches=2), "split")
     assert found.returncode == 2
-    assert "another one in its place, as Lightning puts there" in found.stderr
+    assert "a forward replaced on the instance, as by Lightning" in found.stderr
 
 
 def ran(recorded: Path, changed: Pass, name: str) -> tuple[Any, Path]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from tests import workers
 from tests.behaviour.pass_loop import recorded
-from tests.commands import headway, run, torchrun
+from tests.commands import headway, torchrun
 
 from headway.replayer.measured_effects import FILE
 
@@ -39,8 +38,8 @@ def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
 
     unknown = headway("replay", stock, "--plan", path, "--json")
     assert unknown.returncode == 2
-    assert "python -m headway.measuring.optimizers TRACE" in unknown.stderr
-    measured = run([sys.executable, "-m", "headway.measuring.optimizers", str(stock)], 120)
+    assert "headway measure optimizer TRACE" in unknown.stderr
+    measured = headway("measure", "optimizer", stock)
     assert measured.returncode == 0, measured.stderr
     assert "optimizer fused SGD" in measured.stdout
     replayed = headway("replay", stock, "--plan", path, "--json")

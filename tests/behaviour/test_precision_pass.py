@@ -64,7 +64,16 @@ def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
     losses = [tmp_path / "stock.json", tmp_path / "lower.json"]
     script = ("train_small.py", "--width", 400)
     recorded(stock, *script, "--losses", losses[0])
-    measuring = [sys.executable, "-m", "headway.measuring.precision", str(stock), "--", *torchrun(*script)]
+    measuring = [
+        sys.executable,
+        "-m",
+        "headway",
+        "measure",
+        "precision",
+        str(stock),
+        "--",
+        *torchrun(*script),
+    ]
     measured = run(measuring, 300)
     assert measured.returncode == 0, measured.stderr
     written = json.loads((stock / FILE).read_text())

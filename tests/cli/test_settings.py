@@ -64,7 +64,7 @@ def test_the_plan_of_optimize_is_enough(tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     for tool in ("ddp", "deepspeed", "megatron", "nccl", "rccl"):
         assert run(["settings", str(path), "--for", tool]) == 0
-    assert "NCCL can carry out this plan's collectives: nothing has to be set" in capsys.readouterr().out
+    assert "NCCL can carry out this plan's collectives: nothing needs to be set" in capsys.readouterr().out
 
     # Both are moved together; then the trace is gone, and another one is there in its place.
     moved = tmp_path / "moved"

@@ -47,7 +47,7 @@ from headway.ext.testing import (
     example_job,
 )
 from headway.graph.computation import Computation, Timeline
-from headway.measuring.pass_runs import pass_of
+from headway.measuring.passes import pass_of
 from headway.passes.registry import passes
 from headway.permission import permitted
 from headway.plan.permissions import check_allowed, permissions
@@ -374,15 +374,13 @@ def test_any_measured_pass_is_measured_by_its_name() -> None:
     found = pass_of(synthetic_trace(), ("slower", "block=64"))
     assert found == Slower(block=64)
     for words, said in (
-        ((), "no pass that can be measured"),
-        (("recompute",), "no pass that can be measured"),
-        (("slower", "block"), "a value each"),
+        ((), "no pass of this name can be measured"),
+        (("recompute",), "no pass of this name can be measured"),
+        (("slower", "block"), "options with values"),
     ):
         with pytest.raises(UserError, match=said):
             pass_of(synthetic_trace(), words)
-    with pytest.raises(
-        UnsupportedError, match=r"headway.measuring.pass_runs TRACE slower 'block=64' -- COMMAND"
-    ):
+    with pytest.raises(UnsupportedError, match=r"headway measure slower TRACE 'block=64' -- COMMAND"):
         found.rewrite(example_job())
 
 

@@ -3,19 +3,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.answers.asked import JOB, written
+from tests.synthetic import synthetic_trace
 from torch import nn
 
 from headway import torch_private
+from headway.cli.main import run
 from headway.errors import UnsupportedError
 from headway.job import Job, OptimizerUse
-from headway.measuring import compiling, loading, optimizers, precision
-from headway.measuring.optimizers import main, measured_optimizers
+from headway.measuring.passes import measured_optimizers, pass_of
+from headway.passes.compile import Compile
+from headway.passes.input_workers import InputWorkers
 from headway.passes.optimizer import OptimizerImplementation
+from headway.passes.precision import Precision
 from headway.strategies.live.module_spec import model_spec
 
 CPU = torch.device("cpu")
@@ -66,7 +69,7 @@ def test_a_build_for_cuda_without_a_gpu_measures_on_the_cpu(
 ) -> None:
     assert torch_private.device_here() == CPU
     trace = written(JOB, tmp_path / "trace")
-    assert main([str(trace)]) == 0
+    assert run(["measure", "optimizer", str(trace)]) == 0
     assert "optimizer fused SGD: " in capsys.readouterr().out
     assert json.loads((trace / "measured.json").read_text())["device"] == "cpu"
 
@@ -76,13 +79,42 @@ def test_devices_are_asked_for_in_one_place() -> None:
     assert [path.name for path in naming] == ["tensors.py"]
 
 
-@pytest.mark.parametrize("measuring", [optimizers, precision, compiling, loading])
-def test_bad_input_is_one_line_and_help_says_how(measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["nowhere"], ["nowhere", "--", "true"], ["--quick", "trace", "--", "true"]):
-        assert measuring.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("headway: ")
-        assert error.endswith(" See --help.\n")
-        assert error.count("\n") == 1
-    assert measuring.main(["--help"]) == 0
-    assert f"python -m {measuring.__name__} TRACE" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("precision",), "Missing argument 'TRACE'"),
+        (("precision", "nowhere"), "no command to measure"),
+        (("precision", "nowhere", "--", "true"), "nowhere"),
+        (("optimizer", "nowhere"), "nowhere"),
+        (("optimizer", "nowhere", "--", "true"), "without a command"),
+        (("--quick", "input", "trace", "--", "true"), "No such option"),
+        (("recompute", "{trace}", "--", "true"), "no pass of this name can be measured"),
+        (("input", "{trace}", "2", "--", "true"), "OPTION=VALUE"),
+        (("input", "{trace}", "workers=0", "--", "true"), "greater than or equal to 1"),
+        (("precision", "{trace}", "dtype=float16", "0", "--", "true"), "float16 needs the whole model"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(JOB, tmp_path / "trace") if "{trace}" in words else None
+    assert run(["measure", *(word.format(trace=trace) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headway: ")
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+def test_options_have_defaults() -> None:
+    trace = synthetic_trace()
+    assert pass_of(trace, ["precision"]) == Precision(dtype="bfloat16")
+    assert pass_of(trace, ["precision", "0", "1"]) == Precision(dtype="bfloat16", modules=("0", "1"))
+    assert pass_of(trace, ["precision", "dtype=float16"]) == Precision(dtype="float16")
+    assert pass_of(trace, ["input"]) == InputWorkers(workers=2)
+    assert pass_of(trace, ["input", "workers=3", "prefetch=4"]) == InputWorkers(workers=3, prefetch=4)
+    assert pass_of(trace, ["compile", "blocks.0"]) == Compile(modules=("blocks.0",))
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["measure", "--help"]) == 0
+    assert "headway measure optimizer trace" in capsys.readouterr().out

@@ -8,12 +8,12 @@ import pytest
 from tests.replayer.test_replayer import as_bucketed, job
 from tests.synthetic import synthetic_trace
 
+from headway.cli.main import run as main
 from headway.errors import LaunchError
 from headway.graph.computation import Part
 from headway.job import MeasuredEffect
-from headway.measuring.pass_runs import effects_between
-from headway.measuring.pass_runs import measured_effects as measured_of_runs
-from headway.measuring.precision import main
+from headway.measuring.passes import effects_between
+from headway.measuring.passes import measured_effects as measured_of_runs
 from headway.model import PassMemory
 from headway.passes.precision import Precision
 from headway.plan import Plan
@@ -61,5 +61,5 @@ def test_memory_is_kept_with_the_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["trace"], ["--", "torchrun"], ["nowhere", "--", "torchrun"]])
 def test_what_cannot_be_measured_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    assert main(["measure", "precision", *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1

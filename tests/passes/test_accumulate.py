@@ -121,8 +121,8 @@ class Counting(Mixing):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Mixing, "mixes the samples"),
-        (OwnLoss, "what is not of its samples"),
+        (Mixing, "mixes its samples"),
+        (OwnLoss, "without a batch dimension"),
         (Counting, "changes buffers"),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_would_train_otherwise_is_refused(model: type[nn.Module], said: str
 
 
 def test_batch_norm_is_refused_at_once() -> None:
-    with pytest.raises(UnsupportedError, match="other statistics"):
+    with pytest.raises(UnsupportedError, match="statistics of each part"):
         Accumulate(micro_batches=2).apply(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), None)
 
 

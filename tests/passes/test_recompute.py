@@ -216,7 +216,7 @@ def test_what_is_proposed_is_ever_more_of_the_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("modules", "said"),
-    [(("nowhere",), "no module of that name"), (("blocks.1.drop",), "no module of that name")],
+    [(("nowhere",), "no module of this name"), (("blocks.1.drop",), "no module of this name")],
 )
 def test_modules_that_there_are_not_are_refused_in_replay(modules: tuple[str, ...], said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
@@ -226,20 +226,20 @@ def test_modules_that_there_are_not_are_refused_in_replay(modules: tuple[str, ..
 def test_what_was_not_watched_is_refused() -> None:
     plain = job(stack())
     unwatched = replace(plain, stages=(plain.model.model_copy(update={"pass_memory": None}),))
-    with pytest.raises(UnsupportedError, match="not known what modules keep"):
+    with pytest.raises(UnsupportedError, match="lacks the memory that modules keep"):
         Recompute(modules=ALL).rewrite(unwatched)
 
 
 def test_modules_that_cannot_recompute_are_refused_live() -> None:
-    with pytest.raises(UnsupportedError, match="no module that is to recompute"):
+    with pytest.raises(UnsupportedError, match="no such module to recompute"):
         Recompute(modules=("nowhere",)).apply(stack(), None)
     twice = stack()
     Recompute(modules=("blocks.1",)).apply(twice, None)
-    with pytest.raises(UnsupportedError, match="changed a module already"):
+    with pytest.raises(UnsupportedError, match="already changed the module"):
         Recompute(modules=("blocks",)).apply(twice, None)
     patched = stack()
     patched.stem.forward = lambda given: given  # type: ignore[method-assign,assignment]
-    with pytest.raises(UnsupportedError, match="not that of its class"):
+    with pytest.raises(UnsupportedError, match="forward was replaced"):
         Recompute(modules=("stem",)).apply(patched, None)
 
 

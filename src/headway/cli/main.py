@@ -25,6 +25,7 @@ COMMANDS = {
     "replay": "simulate the recorded steps, as they were or under what-ifs",
     "predict": "predict the step of a model on a cluster, without a trace",
     "optimize": "search for the best plan and write it to a file",
+    "measure": "measure what a pass does to a recorded job",
     "run": "run an unmodified training command under a plan",
     "settings": "export a plan as settings for DDP, FSDP2, DeepSpeed, Megatron, NCCL or RCCL",
     "decisions": "show the decisions made while a job trained, and why",
@@ -147,7 +148,7 @@ def _hint(context: click.Context | None, arguments: list[str]) -> str:
     """A hint for users who gave the job's command without ``--``."""
     if context is None or "--" in arguments or not context.command.params:
         return ""
-    takes_command = "-- COMMAND" in str(getattr(context.command, "options_metavar", ""))
+    takes_command = "-- COMMAND" in " ".join(context.get_usage().split())
     return f" The command goes after --: {context.command_path} … -- torchrun train.py." * takes_command
 
 

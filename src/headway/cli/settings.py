@@ -13,7 +13,7 @@ from headway.cli import output as output_of
 from headway.errors import PlanError, UserError, one_line
 
 if TYPE_CHECKING:
-    from headway.interop.settings.asked import Asked, CollectiveOptions
+    from headway.interop.settings.request import CollectiveOptions, SettingsRequest
     from headway.plan import Plan
     from headway.tool_settings import Settings
 
@@ -90,7 +90,7 @@ def _collective_options(
     tool: str, as_replayed: bool, channels: int | None, append: Path | None
 ) -> CollectiveOptions:
     """The options for collectives. Raises UserError if the tool has none, or no table to append to."""
-    from headway.interop.settings.asked import CollectiveOptions
+    from headway.interop.settings.request import CollectiveOptions
     from headway.interop.settings.tools import OF_COLLECTIVES
     from headway.interop.settings.tuner_table import read_table
 
@@ -111,22 +111,22 @@ def _collective_options(
     return CollectiveOptions(channels, appended, as_replayed)
 
 
-def _request(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> Asked:
+def _request(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> SettingsRequest:
     """The plan and the models of its trace. Raises PlanError if the trace is of another job."""
-    from headway.interop.settings.asked import Asked
+    from headway.interop.settings.request import SettingsRequest
     from headway.trace.folder import load_trace
 
     path = trace_path or plan.trace
     if path is None:
-        return Asked(plan, collectives=options)
+        return SettingsRequest(plan, collectives=options)
     try:
         trace = load_trace(path)
         plan.check_recorded(trace.model, trace.stages, trace.world_size)
     except UserError as error:
         if trace_path is not None:
             raise
-        return Asked(plan, (), options, f"a plan whose trace is lost ({one_line(str(error), 150)})")
-    return Asked(plan, tuple(trace.stages) or (trace.model,), options)
+        return SettingsRequest(plan, (), options, f"a plan whose trace is lost ({one_line(str(error), 150)})")
+    return SettingsRequest(plan, tuple(trace.stages) or (trace.model,), options)
 
 
 def _write(tool_settings: Settings, folder: Path) -> None:

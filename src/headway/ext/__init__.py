@@ -164,11 +164,10 @@ def measure_pass(
 ) -> int:
     """Measure what a pass does to a job, from ``arguments`` TRACE [WORD ...] -- COMMAND; returns the exit status.
 
-    The command runs four times, in turn as it is and with the pass, and what was measured goes into the trace's folder.
-    ``pass_for`` makes the pass of the trace and the words, and raises UserError for words that it does not know.
-    Without it the words are the pass's name and its options, as in ``block=64``.
+    The command runs four times, in turn as it is and with the pass; the result is saved in the trace's folder.
+    ``pass_for`` makes the pass from the trace and the words, and raises UserError for unknown words. By default the
+    words are the pass's name and its options, such as ``block=64``.
     """
-    from headway.measuring.pass_runs import measure, pass_of, run_command_line
+    from headway.measuring.passes import measure_arguments, pass_of
 
-    usage = "TRACE [WORD ...] -- COMMAND"
-    return run_command_line(arguments, usage, lambda words: measure(words, pass_for or pass_of))
+    return measure_arguments(arguments, pass_for or pass_of)

@@ -1,1 +1,1 @@
-"""Measuring a machine: its links, its cores, and what plans cost there."""
+"""Measures machines (links, collectives, codecs) and the effects of passes."""

@@ -1,7 +1,7 @@
-"""What computing codecs takes on this job's cores, concurrent with training's computation, and what it costs that.
+"""Measures the time of codecs on this job's cores, concurrent with computation, and how much they slow that down.
 
-What is timed is what the live runtime does to a bucket (``ddp.sending``), with nothing between encoding and decoding:
-the other ranks are taken to send what this one does.
+The live runtime's code for a bucket is timed (``ddp.sending``), without communication: other ranks are assumed to send
+the same as this one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MIB = 2**20
 
 
 def codec_costs(codecs: Iterable[Codec] | None = None, *, busy_cores: bool = True) -> dict[str, CodecCost]:
-    """The cost of each codec by the name of its cost, the mean over ranks. Every rank calls it at the same point.
+    """The cost of each codec by ``cost_name``, averaged over ranks. Every rank calls it at the same point.
 
-    ``codecs`` are by default all that are proposed. ``busy_cores`` says that training computes on the same cores. A
-    codec that fails on some rank has no cost, and rank 0 says why: its own defaults count.
+    ``codecs`` default to all proposed ones. ``busy_cores`` says that training computes on the same cores. A codec that
+    fails on some rank is left out with a warning from rank 0, and keeps its default costs.
     """
     work = Work() if busy_cores else None
     able = [codec for codec in (proposed() if codecs is None else codecs) if _can_be_measured(codec)]
@@ -42,19 +42,19 @@ def codec_costs(codecs: Iterable[Codec] | None = None, *, busy_cores: bool = Tru
 
 
 def _can_be_measured(codec: Codec) -> bool:
-    """Whether ``codec`` sends small and large buckets in as many exchanges, on all ranks: others would wait for one."""
+    """Whether ``codec`` works, with as many exchanges for small as for large buckets, on all ranks."""
     counts, why = set(), ""
     try:
         for size_mib in SIZES_MIB:
-            watched = _Watched(codec, round(size_mib * MIB))
+            watched = _TimedBucket(codec, round(size_mib * MIB))
             watched.run()
             counts.add(len(watched.stretches_us[0]))
-    except Exception as error:  # a foreign codec's fault must not end a job that is being recorded
+    except Exception as error:  # a plug-in's fault must not end a recorded job
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {cause}"
     if len(counts) > 1:
         why = f"buckets of {SIZES_MIB[0]} and {SIZES_MIB[1]} MiB have different numbers of exchanges"
-    if why and dist.get_rank() == 0:  # no warnings.warn: a script may have made it an error
+    if why and dist.get_rank() == 0:  # not warnings.warn, which a script may turn into an error
         text = f"headway: warning: the codec {codec.name} was not measured, its defaults count: {why}"
         print(one_line(text, 500), file=sys.stderr)
     failed = torch.tensor([bool(why)], dtype=torch.int32)
@@ -68,9 +68,9 @@ def _cost(codec: Codec, work: Work | None) -> CodecCost:
     slowdowns: list[float] = []
     stop_if_asked()
     alone_s = 0.0 if work is None else work.seconds_alone(ALONE_S)
-    for size_mib, found in zip(SIZES_MIB, (small_us, large_us), strict=True):
-        watched = _Watched(codec, round(size_mib * MIB))
-        watched.run()  # memory is there, and directions are known
+    for size_mib, times_us in zip(SIZES_MIB, (small_us, large_us), strict=True):
+        watched = _TimedBucket(codec, round(size_mib * MIB))
+        watched.run()  # warm-up: allocates memory and finds directions
         watched.stretches_us.clear()
         for _ in range(REPEATS):
             dist.barrier()
@@ -81,25 +81,27 @@ def _cost(codec: Codec, work: Work | None) -> CodecCost:
             thread.start()
             slowdowns.append(work.seconds_each(thread.is_alive) / alone_s - 1)
             thread.finish()
-        found += [statistics.median(each) for each in zip(*watched.stretches_us, strict=True)]
+        times_us += [statistics.median(stretch_us) for stretch_us in zip(*watched.stretches_us, strict=True)]
     mib = SIZES_MIB[1] - SIZES_MIB[0]
     mib_us = [max(0.0, (large - small) / mib) for small, large in zip(small_us, large_us, strict=True)]
-    bucket_us = [max(0.0, us - each * SIZES_MIB[0]) for us, each in zip(small_us, mib_us, strict=True)]
+    bucket_us = [
+        max(0.0, us - stretch_us * SIZES_MIB[0]) for us, stretch_us in zip(small_us, mib_us, strict=True)
+    ]
     slowdown = min(max(0.0, statistics.median(slowdowns)), MOST_SLOWDOWN) if slowdowns else 0.0
     return CodecCost(bucket_us=tuple(bucket_us), mib_us=tuple(mib_us), slowdown=slowdown)
 
 
-def _mean(own: CodecCost) -> CodecCost:
-    """The mean of every rank's cost."""
-    flat = torch.tensor([*own.bucket_us, *own.mib_us, own.slowdown], dtype=torch.float64)
+def _mean(rank_cost: CodecCost) -> CodecCost:
+    """The mean cost over ranks."""
+    flat = torch.tensor([*rank_cost.bucket_us, *rank_cost.mib_us, rank_cost.slowdown], dtype=torch.float64)
     dist.all_reduce(flat)
     *us, slowdown = (flat / dist.get_world_size()).tolist()
     half = len(us) // 2
     return CodecCost(bucket_us=tuple(us[:half]), mib_us=tuple(us[half:]), slowdown=slowdown)
 
 
-class _Watched:
-    """One bucket that is sent over and over, and how long each stretch of computing took."""
+class _TimedBucket:
+    """One bucket that is sent repeatedly, with the times of its stretches of computation."""
 
     def __init__(self, codec: Codec, size_bytes: int) -> None:
         rows = 512
@@ -114,7 +116,7 @@ class _Watched:
         self.stretches_us: list[list[float]] = []
 
     def run(self) -> None:
-        """Send it once more."""
+        """Send the bucket once more."""
         self._bucket.buffer.copy_(self._gradients)
         self._us = []
         self._begun_s = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Probing: what the links and the collectives of this job cost, measured between its own ranks.
+"""Measures a job's cluster from inside its ranks: links, collectives, codecs and interference.
 
-Links give latency (half of a small round trip) and goodput (every host sends to the next one at once, as a ring
-does, and to others where links are unequal). Then collectives are timed (``collective_costs``), and what codecs compute
-(``codecs``), and at last computation alone and during communication.
+Latency is half of a small round trip. For goodput, all hosts send to the next one at once, as in a ring, and to others
+if links are unequal. Then collectives (``collective_costs``) and codecs (``codecs``) are timed, and finally
+computation with and without concurrent communication.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPEATS = 5
 LATENCY_ROUND_TRIPS = 60
 GOODPUT_BYTES = 4_194_304
 SHORT_BYTES = 1_048_576
-REST_S = 0.05  # before a message whose time says what links saved meanwhile
+REST_S = 0.05  # pause before a message, so that links can let a burst through
 LEAST_BURST_S = 0.0005
 CONCURRENT_BYTES = 1_048_576
 Progress = Callable[[str], None]
@@ -41,9 +41,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where ranks live: hosts in order of their first rank, and the ranks of each.
+    """The hosts in order of their first rank, and the ranks of each.
 
-    Several hosts of ``one_machine`` are containers, or those of a lab.
+    On ``one_machine`` the hosts are containers or a lab.
     """
 
     hosts: tuple[str, ...]
@@ -54,10 +54,10 @@ class Places:
 def probe_cluster(
     progress: Progress = lambda _what: None, *, busy_cores: bool = True, effort: Effort = THOROUGH
 ) -> Cluster:
-    """Measure this job's cluster. Every rank calls it, with the default process group initialised on Gloo.
+    """Measure this job's cluster. Every rank calls it, with the default process group on Gloo.
 
-    ``busy_cores`` says that training computes on the cores that communicate, so ranks compute while they are timed.
-    Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile, and HaltedError where one is to end.
+    ``busy_cores`` says that training computes on the same cores as communication, so ranks compute while they are
+    timed. Raises RuntimeError, as torch.distributed does, if a peer fails, and HaltedError if one is stopping.
     """
     second = dist.new_group(backend="gloo") if dist.get_world_size() == 2 else None
     assert second is None or isinstance(second, dist.ProcessGroup)
@@ -72,7 +72,7 @@ def probe_cluster(
 
 @contextmanager
 def _usual_defaults() -> Iterator[None]:
-    """Tensors in single precision on the CPU, whatever the script that was recorded has made torch's defaults."""
+    """Create float32 tensors on the CPU, whatever defaults the recorded script has set."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -122,23 +122,23 @@ def _probed(
     progress("computation concurrent with communication")
     concurrent = CANDIDATES[0].prepared(CONCURRENT_BYTES, Hosts.of_cluster(cluster), second)
     slowdown, update_s = communication_interference(concurrent, effort.interference_rounds)
-    progress("what decoupled training and its communication cost each other")
+    progress("interference of decoupled training and its communication")
     from headway.strategies.decoupled.training_interference import training_interference
 
-    found = training_interference(slowdown)
-    own_us = {
+    factors = training_interference(slowdown)
+    costs_us = {
         DEFERRED_UPDATE: update_s * 1e6,
-        BACKGROUND_UPDATE: max(update_s * 1e6, found.update_us),
+        BACKGROUND_UPDATE: max(update_s * 1e6, factors.update_us),
         **_runtime_costs_us(),
     }
-    costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in own_us.items()}}
+    costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in costs_us.items()}}
     return cluster.model_copy(
-        update={"algorithms": costs, "compute_slowdown": slowdown, "decoupled_slowdown": found.slowdown}
+        update={"algorithms": costs, "compute_slowdown": slowdown, "decoupled_slowdown": factors.slowdown}
     )
 
 
 def _runtime_costs_us() -> dict[str, float]:
-    """What the decoupled runtime costs the main thread, in the mean over ranks."""
+    """The decoupled runtime's cost to the main thread, averaged over ranks."""
     from headway.strategies.decoupled.own_cost import own_cost
 
     mean = torch.tensor(own_cost(), dtype=torch.float64)
@@ -149,10 +149,10 @@ def _runtime_costs_us() -> dict[str, float]:
 def _places() -> Places:
     store, rank, world_size = torch_private.default_store(), dist.get_rank(), dist.get_world_size()
     store.set(f"headway/host/{rank}", interface.host_name())
-    names = [store.get(f"headway/host/{each}").decode() for each in range(world_size)]
+    names = [store.get(f"headway/host/{source}").decode() for source in range(world_size)]
     hosts = tuple(dict.fromkeys(names))
     store.set(f"headway/machine/{rank}", _machine())
-    machines = {store.get(f"headway/machine/{each}") for each in range(world_size)}
+    machines = {store.get(f"headway/machine/{source}") for source in range(world_size)}
     return Places(
         hosts=hosts,
         ranks=tuple(tuple(r for r, name in enumerate(names) if name == host) for host in hosts),
@@ -161,7 +161,7 @@ def _places() -> Places:
 
 
 def _machine() -> str:
-    """What names the running kernel, which containers and labs share; otherwise the host itself."""
+    """An id of the running kernel, which containers and labs share; or else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -197,24 +197,24 @@ def _latency_us(pair: tuple[int, int] | None) -> float:
 
 
 class _Rates(NamedTuple):
-    """Goodput from each rank of a ring to the next, and what a rested link lets through at once (the median)."""
+    """Goodput from each rank of a ring to the next, and the median burst that a rested link lets through."""
 
     gbps: list[float]
     burst_bytes: int
 
 
 def _link_rates(ring: Sequence[int], latency_us: float) -> tuple[list[float], list[float], int]:
-    """Rates of each host up and down, by a rank of each, and what rested links let through at once.
+    """Upload and download rates of each host, measured by one rank of each, and the burst of rested links.
 
-    A message is as slow as the slower of its two links, so where rates differ every host sends to others as well.
+    A message is as slow as the slower of its two links, so if rates differ, each host sends to several others.
     """
-    found: list[_Rates] = []
+    rates: list[_Rates] = []
 
     def measured(stride: int) -> list[float]:
-        found.append(_ring_rates(ring, latency_us, stride))
-        return found[-1].gbps
+        rates.append(_ring_rates(ring, latency_us, stride))
+        return rates[-1].gbps
 
-    return *link_rates(measured), found[0].burst_bytes
+    return *link_rates(measured), rates[0].burst_bytes
 
 
 def _ring_rates(ring: Sequence[int], latency_us: float, stride: int = 1) -> _Rates:
@@ -234,7 +234,7 @@ def _ring_rates(ring: Sequence[int], latency_us: float, stride: int = 1) -> _Rat
 
 
 def _ring_times_s(ring: Sequence[int], size_bytes: int, stride: int) -> list[float]:
-    """Seconds of a message from each rank of ``ring`` to another one, all at once and on links that have rested."""
+    """Seconds of a message from each rank of ``ring`` to another, all at once and on rested links."""
     rank = dist.get_rank()
     times = []
     outgoing, incoming = torch.ones(size_bytes // 4), torch.empty(size_bytes // 4)
@@ -256,7 +256,7 @@ def _ring_times_s(ring: Sequence[int], size_bytes: int, stride: int) -> list[flo
             times.append(time.perf_counter() - begun)
             sending.wait()
     seconds = statistics.median(times[1:]) if times else 0.0
-    received = [_shared(seconds, each) for each in ring]
+    received = [_shared(seconds, source) for source in ring]
     return [received[(place + stride) % len(ring)] for place in range(len(ring))]
 
 

@@ -1,1 +1,1 @@
-"""Passes: changes of a job that no strategy decides about, such as its precision. Other packages may bring some."""
+"""Passes: changes to a job outside its communication strategy, such as its precision; other packages can add some."""

@@ -1,4 +1,4 @@
-"""What every pass is: an immutable, validated value that rewrites a job in replay, and is applied to a live model."""
+"""The base class of passes: immutable, validated values that rewrite a job in replay and change a live model."""
 
 from __future__ import annotations
 
@@ -21,68 +21,68 @@ if TYPE_CHECKING:
 
 
 class Pass(BaseModel):
-    """One change of a job, decided once. Its fields are the options in a plan file."""
+    """One change of a job. Its fields are the options in a plan file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
-    """The version of ``headway.ext`` that it was written for; a package that says so is refused by another one."""
+    """The version of ``headway.ext`` that it was written for; other versions refuse to load it."""
 
     declared_permissions: ClassVar[tuple[Permission, ...]] = ()
-    """New permissions that it may need: users give them by these names, and are told what they change."""
+    """Additional permissions that it may need, with the names that users pass and what they change."""
 
     saves_memory_alone: ClassVar[bool] = False
-    """Whether it makes no step faster, and is proposed only where a plan needs more memory than there is."""
+    """Whether it only saves memory, and so is proposed only for plans that exceed the memory limit."""
 
     stands_first: ClassVar[bool] = False
-    """Whether it has to be the first pass of a plan, as what it does was measured of a job without any other."""
+    """Whether it must be the first pass of a plan, because its effect was measured without other passes."""
 
     changes_module: ClassVar[bool] = True
-    """Whether it is the module that is changed, once and for good; not its optimizers, nor its data."""
+    """Whether it changes the module permanently, as opposed to its optimizers or data."""
 
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
-        """The passes of this kind that are worth a replay for ``job``; none by default. Pure."""
+        """Candidates of this kind to replay for ``job``; none by default. Has no side effects."""
         del job
         return ()
 
     @property
     def changes_training(self) -> str:
-        """What of the training this pass changes, in words, so that the user has to permit it; "" for nothing."""
+        """What it changes in the results of training, which the user has to permit; "" for nothing."""
         return ""
 
     @property
     def permission(self) -> str:
-        """The permission without which it is never chosen (``headway.permission``); "" for none."""
+        """The permission that it needs (``headway.permission``); "" for none."""
         return PRECISION if self.changes_training else ""
 
     @property
     def leaves_out_steps(self) -> bool:
-        """Whether steps of the optimizer may be left out under it, on ranks whose gradients are not finite."""
+        """Whether optimizer steps are skipped when gradients are not finite."""
         return False
 
     @abstractmethod
     def rewrite(self, job: Job) -> Job:
-        """``job`` as it would be under this pass. Pure. Raises UnsupportedError if that is unknown."""
+        """``job`` under this pass, without side effects. Raises UnsupportedError if its effect cannot be predicted."""
 
     def prepare(self) -> None:
-        """Whatever has to happen in a process before the script makes its optimizers; nothing by default."""
+        """Set up the process before the script creates its optimizers; does nothing by default."""
 
     @abstractmethod
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
-        """``module`` as it is trained under this pass, before a strategy wraps it. ``optimizer`` may be None.
+        """Apply the pass to ``module`` before a strategy wraps it; returns the module. ``optimizer`` may be None.
 
-        Raises UnsupportedError if it would train wrongly.
+        Raises UnsupportedError if the module would train incorrectly.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """Say the pass and its options in a few words, for tables."""
+        """The pass and its options in a few words, for tables."""
 
 
 def rewritten(job: Job, passes: Iterable[Pass]) -> Job:
-    """``job`` under ``passes``, in their order. Raises as ``rewrite``, and PluginFaultError for others' faults."""
+    """``job`` under ``passes``, in order. Raises as ``rewrite``, and PluginFaultError for faults of plug-ins."""
     for pass_ in passes:
         with asking("pass", pass_):
             changed: object = pass_.rewrite(job)
@@ -93,18 +93,18 @@ def rewritten(job: Job, passes: Iterable[Pass]) -> Job:
 
 
 def whole_model(job: Job, what: str) -> ModelSpec:
-    """The model that every rank of ``job`` trains. Raises UnsupportedError for stages of a pipeline."""
+    """The model of ``job``. Raises UnsupportedError for pipelines, where no rank trains the whole model."""
     if len(job.stages) > 1:
         raise UnsupportedError(
-            f"{what} is not predicted for a model that is cut into stages",
-            got=f"{len(job.stages)} stages", expected="a model that every rank trains as a whole",
+            f"{what} cannot be predicted for a pipeline",
+            got=f"{len(job.stages)} stages", expected="ranks that each train the whole model",
             fix="Leave the pass out of the plan.",
         )  # fmt: skip
     return job.model
 
 
 def with_timelines(job: Job, change: Callable[[Timeline], Timeline]) -> Job:
-    """``job`` with every step of every rank changed so, also where names of computation are scaled later."""
+    """``job`` with ``change`` applied to every step of every rank, also after later scaling of computation."""
     if job.computation is None:
         return job
     return replace(job, computation=_changed(job.computation, change))
@@ -130,23 +130,23 @@ def lies_in(module: str, region: str) -> bool:
 
 
 def check_apart(regions: tuple[str, ...]) -> tuple[str, ...]:
-    """``regions`` themselves. Raises ValueError where one is the whole model, comes twice or lies within another."""
+    """Return ``regions``. Raises ValueError if one is the whole model, is repeated or lies within another."""
     for region in regions:
         if (
             not region
             or regions.count(region) > 1
-            or any(lies_in(region, other) for other in regions if other != region)
+            or any(lies_in(region, rival) for rival in regions if rival != region)
         ):
-            raise ValueError(f"{region!r} is given twice, lies within another, or is the whole model")
+            raise ValueError(f"{region!r} is repeated, lies within another module, or is the whole model")
     return regions
 
 
 def check_trained(regions: Iterable[str], model: ModelSpec) -> None:
-    """Raise UnsupportedError for one in which ``model`` trains no parameter."""
+    """Raise UnsupportedError for a region in which ``model`` trains no parameter."""
     for region in regions:
         if not any(lies_in(parameter.module, region) for parameter in model.parameters):
             raise UnsupportedError(
-                "there is no module of that name that trains parameters", got=repr(region),
+                "no module of this name trains parameters", got=repr(region),
                 expected="the path of a module in the wrapped model",
             )  # fmt: skip
 
@@ -157,5 +157,5 @@ def region_of(module: str, regions: Iterable[str]) -> str:
 
 
 def in_few_words(regions: tuple[str, ...]) -> str:
-    """The only one of ``regions``, or how many they are."""
+    """The name of a single region, or the number of ``regions``."""
     return regions[0] if len(regions) == 1 else f"{len(regions)} modules"

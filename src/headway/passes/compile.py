@@ -1,4 +1,4 @@
-"""Operator fusion: modules run as code that ``torch.compile`` has made of them."""
+"""Operator fusion: runs modules compiled by ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -16,43 +16,42 @@ from headway.errors import UnsupportedError
 from headway.graph.computation import Item, Part, Point, Timeline
 from headway.passes.base import in_few_words, region_of
 from headway.passes.measured import MeasuredModules
-from headway.passes.other_forward import Changed, give_class, module_at, with_forward
+from headway.passes.other_forward import ReplacedForward, give_class, module_at, with_forward
 
 BACKEND = "inductor"
 _numbers = itertools.count()
 
 
-class Compiled(Changed, torch_private.CompiledForward):
-    """What the class of a module that runs compiled is besides its own."""
+class CompiledModule(ReplacedForward, torch_private.CompiledForward):
+    """Mix-in class of compiled modules."""
 
 
 def compile_modules(root: nn.Module, paths: Sequence[str]) -> None:
-    """Have the modules at ``paths`` in ``root`` run compiled while gradients are recorded; elsewhere as they are.
+    """Compile the modules at ``paths`` in ``root``; they run compiled only while gradients are recorded.
 
-    Modules of one class share their code, as far as torch shares it: they are of one class again. Raises
-    UnsupportedError for a path that ``root`` does not have, a module that is compiled already or has such within, and
-    one that another pass has changed.
+    Modules of one class get the same new class, so that torch can share their code. Raises UnsupportedError for a
+    path that ``root`` lacks, and for a module that is or contains a compiled one, or was changed by another pass.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for path in paths:
-        module = module_at(root, path, "be compiled")
+        module = module_at(root, path, "compile")
         if any(map(torch_private.is_compiled, module.modules())):
             raise UnsupportedError(
-                "a module that is to be compiled is compiled already, or has one within that is", got=repr(path),
+                "the module is already compiled, or contains a compiled module", got=repr(path),
                 fix="Leave the pass compile out of the plan.",
             )  # fmt: skip
-        own = type(module)
-        if own not in classes:
-            classes[own] = with_forward(own, _Compiled(own.forward), besides=Compiled)
-        give_class(module, repr(path), classes[own])
+        original = type(module)
+        if original not in classes:
+            classes[original] = with_forward(original, _Compiled(original.forward), mixin=CompiledModule)
+        give_class(module, repr(path), classes[original])
 
 
 class _Compiled:
-    """Around the forward of a class of modules."""
+    """Compiles the forward of a class of modules."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        # A frame of its own, as torch compiles none of its own modules', and code of its own: torch keeps a few
-        # compiled forms of each piece of code, and runs what needs more of them as it is.
+        # A separate frame, because torch does not compile its own modules' frames, and separate code, because torch
+        # keeps only a few compiled variants of a code object and then runs it uncompiled.
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return forward(module, *args, **kwargs)
 
@@ -60,49 +59,49 @@ class _Compiled:
         self._compiled = torch.compile(called, backend=BACKEND)
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        # Evaluation comes in other shapes, and would be compiled again for each.
+        # Evaluation has other shapes, each of which would be compiled again.
         if not torch.is_grad_enabled() or _has_stand_ins(module):
             return forward(*args, **kwargs)
         if torch_private.inside_backward():
             raise UnsupportedError(
-                "a module that runs compiled is computed again in backward, where it would draw other random numbers",
-                got=type(module).__name__, expected="checkpoints inside of what is compiled",
+                "a compiled module is recomputed in backward, where it would draw different random numbers",
+                got=type(module).__name__, expected="checkpoints inside compiled modules",
                 fix="Leave the pass compile, or this module, out of the plan.",
             )  # fmt: skip
         return self._compiled(module, *args, **kwargs)
 
 
 def _has_stand_ins(module: nn.Module) -> bool:
-    """Whether parameters are not up to date: ``forward`` was called by name, without the hooks that see to it.
+    """Whether some parameters are outdated, because ``forward`` was called directly, without hooks.
 
-    Compiled code would read them without asking.
+    Compiled code would read them as they are.
     """
     return any(
         isinstance(parameter, torch_private.StandsInForParameter)
-        for each in module.modules()
-        for parameter in torch_private.own_parameters(each).values()
+        for submodule in module.modules()
+        for parameter in torch_private.own_parameters(submodule).values()
     )
 
 
 def as_single_graphs(timeline: Timeline, regions: Sequence[str]) -> Timeline:
-    """``timeline`` where each of ``regions`` is one graph in forward, and one in backward.
+    """``timeline`` with each of ``regions`` as one graph in forward and one in backward.
 
-    The gradients of a region are ready with its last one. The first region of a forward needs whatever is needed from
-    there on: compiled code reads parameters without asking, so that all have to be up to date.
+    The gradients of a region become ready together. The first region of a forward needs all parameters used from there
+    on: compiled code does not wait for parameters, so all of them have to be gathered before.
     """
     return replace(timeline, items=tuple(_needed_at_once(_ready_at_once(timeline.items, regions), regions)))
 
 
 def _ready_at_once(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
-    """Within each backward alone: a step may have several, and each of them reduces."""
-    found: list[Item] = []
+    """Delay gradients to the last one of their region, within each backward of the step."""
+    reordered: list[Item] = []
     backward: list[Item] = []
     for item in items:
         backward.append(item)
         if item.kind in (Point.BACKWARD_END, Point.STEP):
-            found += _together(backward, regions)
+            reordered += _together(backward, regions)
             backward = []
-    return found + _together(backward, regions)
+    return reordered + _together(backward, regions)
 
 
 def _together(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
@@ -113,59 +112,59 @@ def _together(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
     }
     last = {owner: index for index, owner in owners.items()}
     held: dict[str, list[Item]] = {owner: [] for owner in last}
-    found: list[Item] = []
+    reordered: list[Item] = []
     for index, item in enumerate(items):
         region = owners.get(index)
         if region is None:
-            found.append(item)
+            reordered.append(item)
             continue
         held[region].append(item)
         if index == last[region]:
-            found += held[region]
-    return found
+            reordered += held[region]
+    return reordered
 
 
 def _needed_at_once(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
-    found: list[Item] = []
-    at: int | None = None  # where uses go, once a region was needed in this forward
+    reordered: list[Item] = []
+    at: int | None = None  # where later uses move, once a region was used in this forward
     for item in items:
         if item.kind == Point.USE:
             if at is not None:
-                found.insert(at, item)
+                reordered.insert(at, item)
                 at += 1
                 continue
             if region_of(item.name, regions):
-                at = len(found) + 1
+                at = len(reordered) + 1
         elif item.kind in (Part.BACKWARD, Point.STEP):
             at = None
-        found.append(item)
-    return found
+        reordered.append(item)
+    return reordered
 
 
 class Compile(MeasuredModules):
-    """The forward of each of ``modules`` is compiled while gradients are recorded, and so is its backward.
+    """Compiles the forward and backward of each of ``modules``, for training only.
 
-    Results change in their last bits, and dropout draws other random numbers.
+    Results change in their last bits, and dropout draws different random numbers.
     """
 
     name: ClassVar[str] = "compile"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "python -m headway.measuring.compiling TRACE [MODULE ...]"
+    measured_by: ClassVar[str] = "headway measure compile TRACE [MODULE ...]"
 
     modules: tuple[str, ...] = Field(min_length=1, max_length=4096)
-    """Paths of modules within the wrapped model, as ``named_modules`` has them. None lies within another.
+    """Paths of modules in the wrapped model, as in ``named_modules``; none may lie within another.
 
-    The gradients of each are there when its whole backward is done.
+    The gradients of each become ready together, at the end of its backward.
     """
 
     def rearranged(self, timeline: Timeline) -> Timeline:
-        """Each module's gradients are ready together, and the first needs all parameters that are needed after it."""
+        """Make each module's gradients ready together, and the first module need all parameters used after it."""
         return as_single_graphs(timeline, self.modules)
 
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
-        """``module`` itself, of which the modules run compiled. Code is made when they first run.
+        """Compile the modules, on their first run; returns ``module``.
 
-        Raises UnsupportedError for a path that it does not have, and a module that is compiled or changed already.
+        Raises UnsupportedError for unknown paths, and for modules that are already compiled or changed.
         """
         del optimizer
 
@@ -173,5 +172,5 @@ class Compile(MeasuredModules):
         return module
 
     def describe(self) -> str:
-        """Say how many modules are compiled, or which one."""
+        """The module to compile, or the number of modules."""
         return f"compile {in_few_words(self.modules)}"

@@ -1,4 +1,4 @@
-"""The input pipeline: batches are loaded by processes of their own, ahead of the steps that need them."""
+"""The input pipeline: loads batches in worker processes, ahead of the steps that need them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _InForce:
+class _WorkerSettings:
     workers: int
     prefetch: int
 
 
-_in_force: _InForce | None = None
-_given: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+_worker_settings: _WorkerSettings | None = None
+_loaders_with_workers: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 
 def give_workers(workers: int, prefetch: int) -> None:
-    """Have loaders of this process load with ``workers``, each ``prefetch`` batches ahead. The last call counts.
+    """Give loaders of this process ``workers``, each with ``prefetch`` batches ahead. The last call counts.
 
-    Left as the script made them are loaders that have workers already, those of data sets that can only be iterated,
-    which each worker would load as a whole, those over which a loop begins where no gradients are recorded, as in
-    evaluation, and all of processes that may have no processes of their own.
+    Unchanged are loaders with workers, loaders of iterable data sets (each worker would load all of it), loops without
+    gradients (evaluation), and all loaders of daemonic processes, which cannot have children.
     """
-    global _in_force  # noqa: PLW0603 - loaders are the script's, and not known yet
-    if _in_force is None:
+    global _worker_settings  # noqa: PLW0603 - the script creates loaders later
+    if _worker_settings is None:
         _watch_loaders()
-    _in_force = _InForce(workers, prefetch)
+    _worker_settings = _WorkerSettings(workers, prefetch)
 
 
 def _watch_loaders() -> None:
@@ -49,10 +48,10 @@ def _watch_loaders() -> None:
 
     @functools.wraps(original)
     def begin(self: DataLoader[Any]) -> Any:
-        if _in_force is not None and _may_have_workers(self):
-            self.num_workers, self.prefetch_factor = _in_force.workers, _in_force.prefetch
-            self.in_order = True  # as it was without
-            _given.add(self)
+        if _worker_settings is not None and _may_have_workers(self):
+            self.num_workers, self.prefetch_factor = _worker_settings.workers, _worker_settings.prefetch
+            self.in_order = True  # as without workers
+            _loaders_with_workers.add(self)
         return original(self)
 
     DataLoader.__iter__ = begin  # type: ignore[method-assign]
@@ -60,7 +59,7 @@ def _watch_loaders() -> None:
 
 def _may_have_workers(loader: DataLoader[Any]) -> bool:
     return (
-        (loader.num_workers == 0 or loader in _given)
+        (loader.num_workers == 0 or loader in _loaders_with_workers)
         and not isinstance(loader.dataset, IterableDataset)
         and torch.is_grad_enabled()
         and not multiprocessing.current_process().daemon
@@ -68,40 +67,39 @@ def _may_have_workers(loader: DataLoader[Any]) -> bool:
 
 
 class InputWorkers(MeasuredPass):
-    """Loaders that load in the rank's own process, of data sets that can be indexed, have ``workers`` processes.
+    """Gives ``workers`` processes to loaders of map-style data sets that have none.
 
-    Samples come in the same order. What the data set draws by chance, as augmentations do, is drawn in other
-    processes, and so it differs; what it remembers is forgotten with each epoch.
+    Samples keep their order. Data sets draw different random numbers (as for augmentation), because they do so in
+    other processes, and lose their state with each epoch.
     """
 
     name: ClassVar[str] = "input"
     changes_module: ClassVar[bool] = False
-    measured_by: ClassVar[str] = "python -m headway.measuring.loading TRACE [WORKERS]"
     parts: ClassVar[tuple[str, ...]] = (Part.INPUT, Part.FORWARD, Part.BACKWARD)
 
     workers: int = Field(ge=1, le=256)
-    """How many processes load batches, for each rank."""
+    """The number of worker processes per loader and rank."""
 
     prefetch: int = Field(default=2, ge=1, le=256)
-    """How many batches each of them loads ahead."""
+    """The number of batches that each worker loads ahead."""
 
     @property
     def changes_training(self) -> str:
-        """That samples are made elsewhere."""
-        return "workers load batches, in which data sets draw other random numbers and keep no state"
+        """Data sets run in worker processes."""
+        return "data sets run in worker processes: they draw different random numbers and lose their state"
 
     @property
     def permission(self) -> str:
-        """What it needs."""
+        """The permission to change random numbers."""
         return RANDOMNESS
 
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
-        """``module`` itself. Loaders over which a training loop begins from now on have the workers."""
+        """Give the workers to loaders of training loops that begin from now on; returns ``module``."""
         del optimizer
 
         give_workers(self.workers, self.prefetch)
         return module
 
     def describe(self) -> str:
-        """Say how many workers load how far ahead."""
+        """The numbers of workers and of batches ahead, in words."""
         return f"{counted(self.workers, 'loader worker')}, {counted(self.prefetch, 'batch', 'batches')} ahead each"

@@ -1,4 +1,4 @@
-"""Passes whose effect on what is computed is known from runs of the job's own command alone."""
+"""Base classes of passes whose effect must be measured, by running the job's own command."""
 
 from __future__ import annotations
 
@@ -17,69 +17,67 @@ from headway.passes.base import Pass, check_apart, check_trained, whole_model, w
 
 
 class MeasuredPass(Pass):
-    """Parts of a step take so many times as long, and hold as much, as was measured of this very pass."""
+    """A pass that scales the times of parts of a step, and replaces their memory, as measured for this very pass."""
 
     measured_by: ClassVar[str] = ""
-    """The command that measures it, up to ``-- COMMAND``; by default the one that measures any pass (``pass_runs``)."""
+    """The command that measures it, without ``-- COMMAND``; by default ``headway measure`` with its options."""
 
     parts: ClassVar[tuple[str, ...]] = (Part.FORWARD, Part.BACKWARD)
-    """The parts of a step whose time it changes; memory is said with the first."""
+    """The parts of a step whose time it changes; the first one's effect also has the memory."""
 
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
-        """Whatever was measured: a replay tells whether it gains."""
-        found = []
+        """All measured passes of this kind; a replay decides whether they help."""
+        proposals = []
         prefix, suffix = f"{cls.name} ", f" {cls.parts[0]}"
         for effect in job.measured:
             if effect.startswith(prefix) and effect.endswith(suffix):
                 try:
-                    found.append(cls.model_validate_json(effect[len(prefix) : -len(suffix)]))
+                    proposals.append(cls.model_validate_json(effect[len(prefix) : -len(suffix)]))
                 except ValidationError:  # of another version
                     continue
-        return tuple(found)
+        return tuple(proposals)
 
     def effect_name(self, part: str) -> str:
-        """The name under which it is known what this pass does to that part of a step."""
+        """The name of the measured effect of this pass on ``part`` of a step."""
         return f"{self.name} {self.model_dump_json()} {part}"
 
     def rewrite(self, job: Job) -> Job:
-        """Parts of a step take as many times as long, and hold as much, as was measured.
+        """Apply the measured times and memory.
 
-        Memory is that of runs without other passes, and so it is left as it is where others may stand before.
-        Raises UnsupportedError where that was not measured, and for models that the pass is not for.
+        Memory was measured without other passes, so it is only replaced if no other pass can stand before this one.
+        Raises UnsupportedError if the effect was not measured, or if the pass does not support the model.
         """
         model = whole_model(job, f"the pass {self.name}")
         self.check_model(model)
         effects = self._effects(job)
         if not self.stands_first:
             return with_timelines(job, self._changed(effects))
-        known, watched = model.pass_memory, effects[self.parts[0]].memory
-        if known is not None and watched is not None:  # the update stays as it is
-            watched = watched.model_copy(update={"update_bytes": known.update_bytes})
+        recorded, watched = model.pass_memory, effects[self.parts[0]].memory
+        if recorded is not None and watched is not None:  # the update stays as it is
+            watched = watched.model_copy(update={"update_bytes": recorded.update_bytes})
         changed = model.model_copy(update={"pass_memory": watched})
         return replace(with_timelines(job, self._changed(effects)), stages=(changed,))
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise UnsupportedError for a model that the pass is not for."""
+        """Raise UnsupportedError if the pass does not support the model."""
 
     def rearranged(self, timeline: Timeline) -> Timeline:
-        """``timeline`` with gradients and uses of parameters where they are under this pass."""
+        """``timeline`` with gradients and parameter uses moved as under this pass."""
         return timeline
 
     def _effects(self, job: Job) -> Mapping[str, MeasuredEffect]:
-        found = {part: job.measured.get(self.effect_name(part)) for part in self.parts}
-        known = {part: effect for part, effect in found.items() if effect is not None}
-        if len(known) < len(self.parts):
+        effects = {part: job.measured.get(self.effect_name(part)) for part in self.parts}
+        measured = {part: effect for part, effect in effects.items() if effect is not None}
+        if len(measured) < len(self.parts):
             options = self.model_dump(mode="json", exclude_defaults=True).items()
             words = "".join(f" '{name}={json.dumps(value)}'" for name, value in options)
-            measured_by = (
-                self.measured_by or f"python -m headway.measuring.pass_runs TRACE {self.name}{words}"
-            )
+            measured_by = self.measured_by or f"headway measure {self.name} TRACE{words}"
             raise UnsupportedError(
-                f"it was not measured what {self.describe()} does to this job",
+                f"the effect of {self.describe()} on this job was not measured",
                 fix=f"Run {measured_by} -- COMMAND.",
             )
-        return known
+        return measured
 
     def _changed(self, effects: Mapping[str, MeasuredEffect]) -> Callable[[Timeline], Timeline]:
         def change(timeline: Timeline) -> Timeline:
@@ -95,10 +93,10 @@ class MeasuredPass(Pass):
 
 
 class MeasuredModules(MeasuredPass):
-    """One that changes some modules."""
+    """A measured pass that changes some modules."""
 
     modules: tuple[str, ...] = Field(max_length=4096)
-    """Paths of modules within the wrapped model, as ``named_modules`` has them."""
+    """Paths of modules in the wrapped model, as in ``named_modules``."""
 
     @field_validator("modules")
     @classmethod

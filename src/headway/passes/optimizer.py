@@ -1,4 +1,4 @@
-"""The script's own optimizer in another of torch's implementations: one operation for many tensors, or one kernel."""
+"""Switches the script's optimizer to torch's foreach or fused implementation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from headway.torch_private.optimizers import before_every_step
 
 _planned: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 FLAGS = ("foreach", "fused")
-_OPTIONS = ("lr", "capturable", "differentiable")  # what torch looks at to refuse an implementation
+_OPTIONS = (
+    "lr",
+    "capturable",
+    "differentiable",
+)  # options that decide whether torch accepts an implementation
 
 
 def switch_optimizers_of(module: nn.Module, implementation: str, optimizer: Optimizer | None) -> None:
-    """Switch every optimizer that updates parameters of ``module`` before it steps, ``optimizer`` now.
+    """Switch ``optimizer`` now, and before each step every optimizer that updates parameters of ``module``.
 
-    State dicts that the script loads bring the implementation that they were saved with; the next step switches again.
-    Raises UnsupportedError as ``switch`` does, here or in ``step``.
+    A loaded state dict restores the implementation it was saved with, so the next step switches again. Raises
+    UnsupportedError as ``switch`` does, here or in ``step``.
     """
     if optimizer is not None:
         switch(optimizer, implementation)
@@ -38,7 +42,7 @@ def switch_optimizers_of(module: nn.Module, implementation: str, optimizer: Opti
 
 @cache
 def _watch_steps() -> None:
-    """Notice every ``optimizer.step()`` of this process from now on, before a strategy does that is told later."""
+    """Hook every ``optimizer.step()`` of this process from now on, before strategies hook it."""
     before_every_step(_before_step)
 
 
@@ -49,23 +53,23 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def switch(optimizer: Optimizer, implementation: str) -> None:
-    """Have ``optimizer`` step in ``implementation`` from now on, in all of its groups.
+    """Switch all groups of ``optimizer`` to ``implementation``.
 
-    Raises UnsupportedError where its class is not torch's own, where torch does not have or take that for its
-    parameters and options, and where the script names another one.
+    Raises UnsupportedError if its class is not torch's own, if torch does not support the implementation for its
+    parameters and options, or if the script chose another one.
     """
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind or implementation not in optimizer.defaults:
         raise UnsupportedError(
-            f"this optimizer has no {implementation} implementation that is known to do the same",
-            got=kind.__name__, expected="one of torch.optim that takes that option",
+            f"this optimizer has no known equivalent {implementation} implementation",
+            got=kind.__name__, expected="a torch.optim optimizer with this option",
             fix="Leave the pass out of the plan.",
         )  # fmt: skip
     named = named_by_script(optimizer)
     if any(flag != implementation or not value for flag, value in named.items()):
         raise UnsupportedError(
-            "the script names an implementation of its optimizer itself", got=said(named),
-            expected="one that torch chooses", fix="Leave the option out, or the pass out of the plan.",
+            "the script already chooses an implementation of its optimizer", got=as_arguments(named),
+            expected="no such option", fix="Remove the option, or leave the pass out of the plan.",
         )  # fmt: skip
     for group in optimizer.param_groups:
         _check_taken(optimizer, group, implementation)
@@ -76,42 +80,42 @@ def switch(optimizer: Optimizer, implementation: str) -> None:
 
 
 def named_by_script(optimizer: Optimizer) -> dict[str, bool]:
-    """The implementations that the script asked for or ruled out when it made ``optimizer``, in which torch has none.
+    """The implementations that the script chose or excluded when it created ``optimizer``.
 
-    Groups do not tell: they may hold what a state dict brought that was saved under another plan.
+    Read from its defaults, because groups may have the options of a state dict saved under another plan.
     """
     return {flag: bool(value) for flag in FLAGS if (value := optimizer.defaults.get(flag)) is not None}
 
 
-def said(named: Mapping[str, bool]) -> str:
-    """``named_by_script`` as a script has it."""
+def as_arguments(named: Mapping[str, bool]) -> str:
+    """``named_by_script`` in the form of keyword arguments."""
     return ", ".join(f"{flag}={value}" for flag, value in named.items())
 
 
 def _check_taken(optimizer: Optimizer, group: dict[str, Any], implementation: str) -> None:
-    """Ask torch itself: have it update tiny parameters of the same types on the same devices."""
+    """Let torch decide: update tiny parameters of the same types on the same devices."""
     if group.get("differentiable"):
         raise UnsupportedError(
             f"a differentiable optimizer has no {implementation} implementation", got=type(optimizer).__name__,
             fix="Leave the pass out of the plan.",
         )  # fmt: skip
-    places = {(each.device, each.dtype) for each in group["params"]}
+    places = {(parameter.device, parameter.dtype) for parameter in group["params"]}
     tiny = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in places]
-    for each in tiny:
-        each.grad = torch.zeros_like(each)
+    for parameter in tiny:
+        parameter.grad = torch.zeros_like(parameter)
     options = {name: group[name] for name in _OPTIONS if name in group}
     make: Any = type(optimizer)
     try:
         torch_private.unhooked_step(make)(make(tiny, **options, **{implementation: True}))
     except (RuntimeError, ValueError, TypeError) as failure:
         raise UnsupportedError(
-            f"torch takes no {implementation} implementation here: {failure}", got=type(optimizer).__name__,
+            f"torch does not support the {implementation} implementation here: {failure}", got=type(optimizer).__name__,
             fix="Leave the pass out of the plan.",
         ) from None  # fmt: skip
 
 
 def _bring_counts(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """A kernel reads how many steps there were on its own device."""
+    """Move step counts to the device of their parameters, where the fused kernel reads them."""
     for parameter in group["params"]:
         if parameter.device.type == "cpu":
             continue
@@ -125,47 +129,50 @@ def _is_switched(optimizer: Optimizer, implementation: str) -> bool:
 
 
 def _updates(optimizer: Optimizer, module: nn.Module) -> bool:
-    own = set(map(id, module.parameters()))
-    return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+    parameter_ids = set(map(id, module.parameters()))
+    return any(
+        id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]
+    )
 
 
 Implementation = Literal["foreach", "fused"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("foreach", "fused")
-HOW_TO_MEASURE = "Run python -m headway.measuring.optimizers TRACE on the device that trains."
+HOW_TO_MEASURE = "Run headway measure optimizer TRACE on the device that trains."
 
 
 class OptimizerImplementation(Pass):
-    """The optimizers that update the model do so in another of torch's implementations of the same algorithm.
+    """Runs the model's optimizers in another of torch's implementations of the same algorithm.
 
-    The update is the same but for rounding: operations are the same, but may be contracted or ordered differently.
+    Updates are equal up to rounding: operations may be fused or ordered differently.
     """
 
     name: ClassVar[str] = "optimizer"
     changes_module: ClassVar[bool] = False
 
     implementation: Implementation
-    """``foreach`` updates all parameters by one operation after another, ``fused`` in one kernel."""
+    """``foreach`` runs each operation for all parameters at once, ``fused`` all operations in one kernel."""
 
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
-        """The implementations that were measured, and were faster or needed less memory."""
+        """The measured implementations that were faster or needed less memory."""
         if len(job.stages) > 1 or len(job.optimizers.names) != 1 or cls.name in job.refusals:
             return ()
-        found = [
-            (each, job.measured.get(effect_name(each, job.optimizers.names[0]))) for each in IMPLEMENTATIONS
+        effects = [
+            (implementation, job.measured.get(effect_name(implementation, job.optimizers.names[0])))
+            for implementation in IMPLEMENTATIONS
         ]
         memory = job.model.pass_memory
         known_bytes = 0 if memory is None else memory.update_bytes
         return tuple(
-            cls(implementation=each)
-            for each, effect in found
+            cls(implementation=implementation)
+            for implementation, effect in effects
             if effect is not None and (effect.factor < 1 or effect.held_bytes < known_bytes)
         )
 
     def rewrite(self, job: Job) -> Job:
-        """Updates take as many times as long, and hold as much, as was measured.
+        """Apply the measured time and memory of updates.
 
-        Raises UnsupportedError where that was not measured, and for several kinds of optimizers.
+        Raises UnsupportedError if they were not measured, and for jobs with several classes of optimizers.
         """
         model = whole_model(job, "another implementation of the optimizer")
         effect = self._effect(job)
@@ -192,35 +199,38 @@ class OptimizerImplementation(Pass):
         names = job.optimizers.names
         if why := job.refusals.get(self.name):
             raise UnsupportedError(
-                f"{self.describe()} is not for this job", got=why, fix="Leave the option out, or the pass."
+                f"{self.describe()} does not fit this job",
+                got=why,
+                fix="Remove the option, or leave out the pass.",
             )
         if len(names) != 1:
             raise UnsupportedError(
-                f"{self.describe()} is predicted for one kind of optimizer", got=", ".join(names) or "none known",
-                expected="a recording in which optimizers of one class stepped", fix="Leave the pass out of the plan.",
+                f"{self.describe()} can only be predicted for one class of optimizers",
+                got=", ".join(names) or "none recorded", expected="a recording with one class of optimizers",
+                fix="Leave the pass out of the plan.",
             )  # fmt: skip
         effect = job.measured.get(effect_name(self.implementation, names[0]))
         if effect is None:
             raise UnsupportedError(
-                f"it was not measured what {self.describe()} does to {names[0]}", fix=HOW_TO_MEASURE,
+                f"the effect of {self.describe()} on {names[0]} was not measured", fix=HOW_TO_MEASURE,
             )  # fmt: skip
         return effect
 
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
-        """``module`` itself. Its optimizers change when they first step; ``optimizer``, where it is given, immediately.
+        """Switch ``optimizer`` now, if given, and others at their first step; returns ``module``.
 
-        Raises UnsupportedError for an optimizer that is not torch's own, has no such implementation, is not to be used
-        with it on this device, or was given one by the script; then, or when it first steps.
+        Raises UnsupportedError, now or at the first step, if an optimizer is not torch's own, does not support the
+        implementation on this device, or has one chosen by the script.
         """
 
         switch_optimizers_of(module, self.implementation, optimizer)
         return module
 
     def describe(self) -> str:
-        """Say which implementation."""
+        """The implementation, in words."""
         return f"{self.implementation} optimizer"
 
 
 def effect_name(implementation: Implementation, optimizer: str) -> str:
-    """The name under which it is known what ``implementation`` does to the optimizer of that class."""
+    """The name of the measured effect of ``implementation`` on optimizers of this class."""
     return f"optimizer {implementation} {optimizer}"

@@ -1,4 +1,4 @@
-"""Live modules whose forward is another one: their class becomes a subclass, so that nothing else of them changes."""
+"""Replaces the forward of live modules by giving them a subclass of their class, so that nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,79 +17,78 @@ from headway.passes.base import Pass
 from headway.plugins import asking
 
 
-def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with its tensors changed, in tuples, lists, dicts and data classes within each other.
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``change`` applied to its tensors, inside nested tuples, lists, dicts and data classes.
 
-    What is none of these, caches of attention among it, and what has no tensor that changes, is the same object.
+    Other objects, such as attention caches, and containers without changed tensors are returned as they are.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        items = [each_tensor(each, change) for each in value]
-        if all(item is other for item, other in zip(items, value, strict=True)):
+        items = [map_tensors(element, change) for element in value]
+        if all(item is original for item, original in zip(items, value, strict=True)):
             return value
         if isinstance(value, list):
             return items
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, dict):  # copied, for those of transformers are more than that
-        found = {key: each_tensor(each, change) for key, each in value.items()}
-        if all(each is value[key] for key, each in found.items()):
+    if isinstance(value, dict):  # copied, because those of transformers are subclasses with attributes
+        elements = {key: map_tensors(element, change) for key, element in value.items()}
+        if all(element is value[key] for key, element in elements.items()):
             return value
         changed = copy.copy(value)
-        for key, each in found.items():
-            changed[key] = each
+        for key, element in elements.items():
+            changed[key] = element
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        held = {name: each_tensor(getattr(value, name), change) for name in names}
-        if all(each is getattr(value, name) for name, each in held.items()):
+        held = {name: map_tensors(getattr(value, name), change) for name in names}
+        if all(element is getattr(value, name) for name, element in held.items()):
             return value
         like: Any = copy.copy(value)
-        for name, each in held.items():
-            object.__setattr__(like, name, each)
+        for name, element in held.items():
+            object.__setattr__(like, name, element)
         return like
     return value
 
 
 Forward = Callable[..., Any]
-"""Called with the forward that the module had, the module, and what it is given."""
+"""Called with the module's original forward, the module, and the inputs."""
 
 
-class Changed:
-    """What the class of a module with another forward is besides its own."""
+class ReplacedForward:
+    """Mix-in class of modules with a replaced forward."""
 
     may_be_wrapped = False
-    """Whether another forward around this one still trains alike."""
+    """Whether another forward may wrap this one."""
 
 
 def module_at(root: nn.Module, path: str, wanted: str) -> nn.Module:
-    """The module at ``path`` in ``root`` that is to do what ``wanted`` says. Raises UnsupportedError: there is none."""
+    """The module at ``path`` in ``root``, which is to do what ``wanted`` says. Raises UnsupportedError if missing."""
     try:
         return root.get_submodule(path)
     except AttributeError:
         raise UnsupportedError(
-            f"the model has no module that is to {wanted}", got=repr(path),
-            expected=f"a module of {type(root).__name__}, as named_modules has them",
+            f"the model has no such module to {wanted}", got=repr(path),
+            expected=f"a module name from named_modules() of {type(root).__name__}",
         ) from None  # fmt: skip
 
 
 def give_forward(module: nn.Module, path: str, forward: Forward) -> None:
-    """Have ``module``, which an error names as ``path``, compute ``forward`` around its own.
+    """Wrap the forward of ``module`` in ``forward``; errors name the module as ``path``.
 
-    Copies and pickles of it are of the class that it had. Raises as ``give_class`` does.
+    Its copies and pickles have the original class. Raises as ``give_class`` does.
     """
     give_class(module, path, with_forward(type(module), forward))
 
 
 def give_call(module: nn.Module, path: str, around: Forward) -> None:
-    """Have calls of ``module`` go through ``around``: its hooks too, and a forward that somebody puts there later.
+    """Wrap calls of ``module`` in ``around``, including hooks and a forward that is set on the instance later.
 
-    Lightning does that: the module that is wrapped is called with another forward, which is a step of training.
-    Raises as ``give_class`` does.
+    Lightning sets one: it calls the wrapped module with its training step as forward. Raises as ``give_class`` does.
     """
     original = type(module)
 
-    class OtherCall(original, Changed):  # type: ignore[misc, valid-type]
+    class OtherCall(original, ReplacedForward):  # type: ignore[misc, valid-type]
         may_be_wrapped = True
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,41 +99,46 @@ def give_call(module: nn.Module, path: str, around: Forward) -> None:
     give_class(module, path, _named_like(OtherCall, original))
 
 
-def refuse_forwards_put_there(module: nn.Module, what: str, fix: str) -> None:
-    """Have calls of ``module`` raise UnsupportedError where its forward is not that of its class, as in Lightning."""
-    module.register_forward_pre_hook(partial(_look_for_another, what, fix))
+def refuse_replaced_forward(module: nn.Module, what: str, fix: str) -> None:
+    """Make calls of ``module`` raise UnsupportedError if its forward was replaced on the instance, as in Lightning."""
+    module.register_forward_pre_hook(partial(_refuse_if_replaced, what, fix))
 
 
-def _look_for_another(what: str, fix: str, module: nn.Module, _given: Any) -> None:
+def _refuse_if_replaced(what: str, fix: str, module: nn.Module, _inputs: Any) -> None:
     if "forward" in vars(module):
         raise UnsupportedError(
-            f"{what} needs calls of the model's own forward", got="another one in its place, as Lightning puts there",
+            f"{what} needs the model's own forward", got="a forward replaced on the instance, as by Lightning",
             fix=fix,
         )  # fmt: skip
 
 
 def give_class(module: nn.Module, path: str, changed: type[nn.Module]) -> None:
-    """Have ``module`` be of the class ``changed``, which ``with_forward`` has made of its own.
+    """Set the class of ``module`` to ``changed``, made by ``with_forward`` from its class.
 
-    Raises UnsupportedError where its forward, or that of a module in it, is not the one of its class, unless it was
-    changed so that it ``may_be_wrapped``.
+    Raises UnsupportedError if the forward of the module was replaced, or if a pass already changed it or a submodule
+    in a way that must not be wrapped (``may_be_wrapped``).
     """
-    if any(isinstance(each, Changed) and not each.may_be_wrapped for each in module.modules()):
+    if any(
+        isinstance(submodule, ReplacedForward) and not submodule.may_be_wrapped
+        for submodule in module.modules()
+    ):
         raise UnsupportedError(
-            "another pass has changed a module already", got=path, fix="Name it once in the plan."
+            "another pass already changed the module", got=path, fix="Name each module once in the plan."
         )
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         raise UnsupportedError(
-            "this module's forward is not that of its class, so that it cannot be changed", got=path,
+            "the module's forward was replaced or scripted, so passes cannot change it", got=path,
             fix="Leave the module, or the pass, out of the plan.",
         )  # fmt: skip
     module.__class__ = changed
 
 
-def with_forward(original: type[nn.Module], around: Forward, *, besides: type = Changed) -> type[nn.Module]:
-    """A class like ``original`` with another forward, which is one of ``besides``, a kind of ``Changed``, too."""
+def with_forward(
+    original: type[nn.Module], around: Forward, *, mixin: type = ReplacedForward
+) -> type[nn.Module]:
+    """A subclass of ``original`` and ``mixin`` (a ``ReplacedForward``) with its forward wrapped in ``around``."""
 
-    class OtherForward(original, besides):  # type: ignore[misc, valid-type]
+    class OtherForward(original, mixin):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return around(partial(original.forward, self), self, *args, **kwargs)
 
@@ -145,10 +149,14 @@ def with_forward(original: type[nn.Module], around: Forward, *, besides: type = 
 
 def _reduced_as(original: type[nn.Module]) -> Callable[[Any, Any], Any]:
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        # Later protocols have pickle compare the class that is made with this one.
+        # With later protocols pickle would compare the constructed class with this one.
         reduced: Any = original.__reduce_ex__(self, min(1, protocol))
-        made, arguments, *state = reduced
-        return made, tuple(original if argument is type(self) else argument for argument in arguments), *state
+        constructor, arguments, *state = reduced
+        return (
+            constructor,
+            tuple(original if argument is type(self) else argument for argument in arguments),
+            *state,
+        )
 
     return reduce_ex
 
@@ -163,14 +171,14 @@ _applied: WeakKeyDictionary[Any, tuple[Pass, ...]] = WeakKeyDictionary()
 
 
 def apply_all(passes: Sequence[Pass], module: nn.Module, optimizer: Any) -> nn.Module:
-    """``module`` under ``passes``, in their order; ``optimizer`` may be None. Raises as ``Pass.apply``
-    does, and PluginFaultError where one of another package fails.
+    """Apply ``passes`` to ``module``, in order; returns the module. ``optimizer`` may be None.
 
-    A module that is wrapped again, as by a second ``fit``, has those already that change it.
+    Passes that already changed the module are skipped if it is wrapped again, as by a second ``fit``. Raises as
+    ``Pass.apply`` does, and PluginFaultError if a plug-in's pass fails.
     """
-    known = applied_to(module)
+    already_applied = applied_to(module)
     for pass_ in passes:
-        if not (pass_.changes_module and pass_ in known):
+        if not (pass_.changes_module and pass_ in already_applied):
             with asking("pass", pass_):
                 changed: object = pass_.apply(module, optimizer)
                 if not isinstance(changed, nn.Module):
@@ -182,5 +190,5 @@ def apply_all(passes: Sequence[Pass], module: nn.Module, optimizer: Any) -> nn.M
 
 
 def applied_to(module: nn.Module) -> tuple[Pass, ...]:
-    """The passes that were applied to ``module``."""
+    """The passes applied to ``module``."""
     return _applied.get(module, ())

@@ -1,4 +1,4 @@
-"""Mixed precision: modules compute under autocast, in bfloat16 or float16 where torch deems that safe.
+"""Mixed precision: runs modules under autocast to bfloat16 or float16.
 
 After Micikevicius et al., "Mixed precision training" (arXiv 1710.03740), with parameters and gradients in float32.
 """
@@ -19,37 +19,39 @@ from headway.graph.computation import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.passes.loss_scale import LossScale
 from headway.passes.measured import MeasuredModules
-from headway.passes.other_forward import each_tensor, give_call, module_at
+from headway.passes.other_forward import give_call, map_tensors, module_at
 from headway.trace.events import Read
 
 _LEAVE_OUT = "Leave the pass precision out of the plan."
 
 
 def compute_under_autocast(root: nn.Module, paths: Sequence[str], dtype: str) -> None:
-    """Have the modules at ``paths`` in ``root``, or ``root`` where there are none, compute under autocast to ``dtype``.
+    """Run the modules at ``paths`` in ``root``, by default all of it, under autocast to ``dtype``.
 
-    In float16 gradients are scaled, and there are no ``paths``. Raises UnsupportedError for a path that it does not
-    have, parameters that are not float32 or not on one kind of device, and a module that another pass has changed.
+    float16 scales gradients and does not allow ``paths``. Raises UnsupportedError for unknown paths, parameters that
+    are not float32 or not on one type of device, and modules changed by another pass.
     """
     parameters = list(root.parameters())
-    others = sorted({str(each.dtype) for each in parameters if each.dtype is not torch.float32})
-    if others:
+    unsupported = sorted(
+        {str(parameter.dtype) for parameter in parameters if parameter.dtype is not torch.float32}
+    )
+    if unsupported:
         raise UnsupportedError(
-            "this model has parameters that autocast is not for", got=", ".join(others),
+            "autocast needs float32 parameters", got=", ".join(unsupported),
             expected="torch.float32", fix=_LEAVE_OUT,
         )  # fmt: skip
     devices = {parameter.device.type for parameter in parameters}
     if len(devices) != 1 or not torch.amp.is_autocast_available(*devices):
         raise UnsupportedError(
-            "autocast needs parameters on one kind of device that has it",
+            "autocast needs all parameters on one type of device that supports it",
             got=", ".join(sorted(devices)) or "no parameters", fix=_LEAVE_OUT,
         )  # fmt: skip
     (device,) = devices
-    assert dtype != "float16" or not paths, "of a part of a model gradients are not told apart"
+    assert dtype != "float16" or not paths, "gradients can only be scaled for a whole model"
     scale = LossScale(root) if dtype == "float16" else None
     for path in paths or ("",):
         give_call(
-            module_at(root, path, "compute under autocast"),
+            module_at(root, path, "run under autocast"),
             repr(path) if path else type(root).__name__,
             _UnderAutocast(device, dtype, scale),
         )
@@ -63,11 +65,13 @@ class _UnderAutocast:
         self._inside = threading.local()
 
     def __call__(self, forward: Callable[..., Any], _module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self._inside, "forward", False):  # the module calls itself, as a step of Lightning's does
+        if getattr(
+            self._inside, "forward", False
+        ):  # the module calls itself, as in a training step of Lightning
             return forward(*args, **kwargs)
         if torch.is_autocast_enabled(self._device):
             raise UnsupportedError(
-                "the script calls its model under autocast already",
+                "the script already calls its model under autocast",
                 got=f"autocast to {torch.get_autocast_dtype(self._device)}",
                 expected="a script that computes in float32", fix=_LEAVE_OUT,
             )  # fmt: skip
@@ -81,60 +85,60 @@ class _UnderAutocast:
             self._inside.forward = False
         if self._scale is not None:
             out = self._scale.leaving(out)
-        return each_tensor(out, self._widened)
+        return map_tensors(out, self._widened)
 
     def _widened(self, value: torch.Tensor) -> torch.Tensor:
-        """Float32 is what the script, and the modules behind, expect."""
+        """Convert outputs to float32, which the script and the following modules expect."""
         return value.float() if value.dtype is self._dtype else value
 
 
 class Precision(MeasuredModules):
-    """The forward of each of ``modules``, or of the model, runs under ``torch.autocast``, and so does its backward.
+    """Runs forward and backward of each of ``modules``, or of the whole model, under ``torch.autocast``.
 
-    Parameters and gradients stay float32, and so does what a module puts out, whatever it computes with.
+    Parameters, gradients and module outputs stay float32.
     """
 
     name: ClassVar[str] = "precision"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "python -m headway.measuring.precision TRACE [dtype=float16] [MODULE ...]"
+    measured_by: ClassVar[str] = "headway measure precision TRACE [dtype=float16] [MODULE ...]"
 
     dtype: Literal["bfloat16", "float16"]
-    """What is computed with. In float16 gradients are scaled, and steps are left out whose gradients overflow."""
+    """The type of computation. float16 scales gradients, and skips steps whose gradients overflow."""
 
     modules: tuple[str, ...] = Field(default=(), max_length=4096)
-    """Paths of modules within the wrapped model, as ``named_modules`` has them; none for the whole model."""
+    """Paths of modules in the wrapped model, as in ``named_modules``; empty for the whole model."""
 
     @model_validator(mode="after")
     def _scales_a_whole_model(self) -> Self:
         if self.dtype == "float16" and self.modules:
             raise ValueError(
-                "float16 is for whole models, whose losses are scaled; leave out modules, or use bfloat16"
+                "float16 needs the whole model, because it scales the loss; leave out modules, or use bfloat16"
             )
         return self
 
     @property
     def changes_training(self) -> str:
-        """That it is computed with fewer digits, and that steps may be left out."""
-        left_out = ", and steps whose gradients overflow are left out" if self.leaves_out_steps else ""
+        """Computation is rounded, and float16 may skip steps."""
+        left_out = ", and steps whose gradients overflow are skipped" if self.leaves_out_steps else ""
         return f"{self._part()} computes in {self.dtype}{left_out}"
 
     @property
     def leaves_out_steps(self) -> bool:
-        """In float16, where gradients overflow."""
+        """True for float16, whose gradients may overflow."""
         return self.dtype == "float16"
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise UnsupportedError for modules that do not train, and parameters that are not float32."""
+        """Raise UnsupportedError for modules without trained parameters, and parameters that are not float32."""
         super().check_model(model)
-        others = sorted({parameter.dtype for parameter in model.parameters} - {"float32"})
-        if others:
+        unsupported = sorted({parameter.dtype for parameter in model.parameters} - {"float32"})
+        if unsupported:
             raise UnsupportedError(
-                "this model has parameters that autocast is not for", got=", ".join(others),
+                "autocast needs float32 parameters", got=", ".join(unsupported),
                 expected="float32", fix="Leave the pass out of the plan.",
             )  # fmt: skip
 
     def rearranged(self, timeline: Timeline) -> Timeline:
-        """In float16 gradients are looked at before the step."""
+        """In float16, add the check of gradients before the step."""
         if not self.leaves_out_steps:
             return timeline
         items = timeline.items
@@ -144,18 +148,18 @@ class Precision(MeasuredModules):
         return replace(timeline, items=(*items[:at], Item(Part.READ, Read.UNSCALE), *items[at:]))
 
     def prepare(self) -> None:
-        """Ask before each step from now on: in float16 some are left out."""
+        """In float16, hook optimizer steps, because some are skipped."""
         if self.leaves_out_steps:
             from headway.passes.loss_scale import watch_steps
 
             watch_steps()
 
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
-        """``module`` itself, which computes under autocast.
+        """Run ``module`` under autocast; returns it.
 
-        Raises UnsupportedError for a path that it does not have, and parameters that are not float32; in forward, where
-        the script is under autocast itself; in float16, in backward or in a step, where a loss uses parameters besides
-        through the model, or a step cannot be left out.
+        Raises UnsupportedError for unknown paths and parameters that are not float32; in forward, if the script itself
+        uses autocast; and in float16, in backward or step, if the loss uses parameters directly or a step cannot be
+        skipped.
         """
         del optimizer
 
@@ -163,7 +167,7 @@ class Precision(MeasuredModules):
         return module
 
     def describe(self) -> str:
-        """Say in what is computed, and where."""
+        """The type of computation, and the modules."""
         where = f" in {self._part()}" if self.modules else ""
         return f"{self.dtype} autocast{where}"
 

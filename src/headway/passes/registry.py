@@ -1,4 +1,4 @@
-"""The passes there are: Headway's own, and classes that other packages name in the entry points ``headway.passes``."""
+"""The available passes: Headway's own, and those of other packages' entry points in ``headway.passes``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headway.plugins import check_complete, load_entry_points
 
 GROUP = "headway.passes"
 SHIPPED: dict[str, type[Pass]] = {
-    each.name: each
-    for each in (Recompute, Accumulate, OptimizerImplementation, Precision, Compile, InputWorkers)
+    pass_type.name: pass_type
+    for pass_type in (Recompute, Accumulate, OptimizerImplementation, Precision, Compile, InputWorkers)
 }
 
 
@@ -24,11 +24,11 @@ SHIPPED: dict[str, type[Pass]] = {
 def passes() -> dict[str, type[Pass]]:
     """All passes by name, Headway's own first."""
     outside = load_entry_points(GROUP, SHIPPED, _fitting, "a subclass of Pass of that name")
-    return SHIPPED | {each.name: each for each in outside}
+    return SHIPPED | {pass_type.name: pass_type for pass_type in outside}
 
 
-def _fitting(name: str, found: object) -> type[Pass] | None:
-    if isinstance(found, type) and issubclass(found, Pass) and getattr(found, "name", "") == name:
-        check_complete(found)
-        return found
+def _fitting(name: str, loaded: object) -> type[Pass] | None:
+    if isinstance(loaded, type) and issubclass(loaded, Pass) and getattr(loaded, "name", "") == name:
+        check_complete(loaded)
+        return loaded
     return None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway.model import ModelSpec, PassMemory, StageMemory
-from headway.passes.optimizer import OptimizerImplementation, said
+from headway.passes.optimizer import OptimizerImplementation, as_arguments
 from headway.recording.modules import ModuleWatch
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.live.runtime import acting
@@ -128,7 +128,7 @@ def refusals(
         acts = acting(model)
         found = dict(ask(lambda plugin: plugin.refusal(acts, compiled_around=compiled_around)))
     if named_implementations:
-        found[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
+        found[OptimizerImplementation.name] = f"the script has {as_arguments(named_implementations)} itself"
     return {name: why for name, why in found.items() if why}
 
 

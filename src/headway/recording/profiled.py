@@ -58,7 +58,7 @@ class ProfiledSteps:
         Raises UnsupportedError where kernels were asked for and none ran.
         """
         from headway.interop.readers.foreign import Document
-        from headway.interop.readers.kineto.companions import Known
+        from headway.interop.readers.kineto.companions import RankCompanions
         from headway.interop.readers.kineto.device import device_events
         from headway.interop.readers.kineto.document import DEVICE, no_collections, parse
         from headway.interop.readers.kineto.steps import steps_of
@@ -76,7 +76,7 @@ class ProfiledSteps:
                     expected="a job on a device that torch.profiler can trace",
                     fix="Record a job on the CPU with --detail modules or operators.",
                 )
-            found, _ = device_events(document, steps, Known([], []))
+            found, _ = device_events(document, steps, RankCompanions([], []))
         else:
             own = document.of_category("cpu_op")
             own = own[document.threads(own) == steps.main_thread]

@@ -68,7 +68,7 @@ def test_a_workload_in_text_becomes_steps_of_layers() -> None:
     assert sums.size_bytes.tolist() == [1_200_000, 4_000_000, 40_000]
     assert (sums.enqueue_ns // US).tolist() == [1700, 2500, 3450]  # when the weights' gradients were there
     assert any("repeats 3 times" in note for note in rank.notes)
-    assert any("9 of 9 communication nodes state no duration" in note for note in rank.notes)
+    assert any("9 of 9 communication nodes have no duration" in note for note in rank.notes)
 
 
 def test_the_members_of_a_collective_agree_on_its_sequence() -> None:
@@ -107,7 +107,7 @@ def test_no_time_is_lost_where_nodes_state_none() -> None:
 
 def test_files_without_any_time_are_refused_by_name() -> None:
     for name in ("metadata.0.et", "allreduce.0.et", "send.0.et"):
-        with pytest.raises(TraceError, match=f"{name} holds nothing that takes time"):
+        with pytest.raises(TraceError, match=f"{name} contains no durations"):
             rank_of(fixture(name), name=name)
 
 
@@ -181,7 +181,7 @@ def test_what_each_rank_gives_becomes_the_whole_where_the_number_of_ranks_is_kno
     assert known.events.of_kind(Kind.COLLECTIVE).size_bytes.tolist() == [800]
     unknown = rank_of(made(gathered))
     assert unknown.events.of_kind(Kind.COLLECTIVE).size_bytes.tolist() == [-1]
-    assert any("not how many ranks" in note for note in unknown.notes)
+    assert any("size of their group is unknown" in note for note in unknown.notes)
 
 
 def test_communication_waits_for_its_turn_in_its_group_only() -> None:
@@ -229,7 +229,7 @@ def test_callers_that_call_themselves_do_not_hold_anything_up() -> None:
     data = made(node(1, COMP, 5, callers=[2]), node(2, COMP, 5, callers=[1], needs=[1]))
     rank = rank_of(data)
     assert durations_us(rank.events, Kind.OPERATOR) == [5, 5]
-    assert any("call themselves" in note for note in rank.notes)
+    assert any("Control dependencies form a cycle" in note for note in rank.notes)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,8 @@ def test_nothing_starts_before_what_it_needs_and_queues_serve_one_at_a_time(draw
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (made(node(1, COMP, 5, needs=[2]), node(2, COMP, 5, needs=[1])), "wait for themselves"),
-        (made(node(1, COMP, 5, needs=[1])), "wait for themselves"),
+        (made(node(1, COMP, 5, needs=[2]), node(2, COMP, 5, needs=[1])), "dependency cycle"),
+        (made(node(1, COMP, 5, needs=[1])), "dependency cycle"),
         (made(node(1, COMP, 5), node(2, COMP, 5, needs=[77])), "a dependency on node 77"),
         (made(node(1, COMP, 5), node(1, COMP, 6)), "the id 1 twice"),
         (made(node(1, COMP, 2**63)), "a node of 9223372036854775808 us"),
@@ -291,10 +291,10 @@ def test_nothing_starts_before_what_it_needs_and_queues_serve_one_at_a_time(draw
         (TEXT + b"\xff" * 12, "a message of endless bytes"),
         (TEXT + varint(2**62) + b"abc", "a message of 4611686018427387904 bytes"),
         (TEXT + b"\x00", "a message of 0 bytes"),
-        (TEXT + b"\x03abc", "no node"),
-        (b"\x03\x0a\x01\xff" + TEXT, "no metadata"),
-        (b"", "no node that can be read"),
-        (made(), "no node that can be read"),
+        (TEXT + b"\x03abc", "is not a node"),
+        (b"\x03\x0a\x01\xff" + TEXT, "is not metadata"),
+        (b"", "no readable node"),
+        (made(), "no readable node"),
     ],
 )  # fmt: skip
 def test_damage_is_named_and_leniently_what_is_whole_is_kept(data: bytes, what: str) -> None:
@@ -324,7 +324,7 @@ def test_what_is_wrong_with_the_end_is_said() -> None:
 def test_times_that_outgrow_counting_are_refused() -> None:
     data = made(*(node(number, COMP, 2**61 // 1000, needs=range(1, number)) for number in range(1, 9)))
     for lenient in (False, True):
-        with pytest.raises(TraceError, match="take longer than"):
+        with pytest.raises(TraceError, match="more than 146 years"):
             rank_of(data, lenient=lenient)
 
 

@@ -65,7 +65,7 @@ def test_what_holds_nothing(tmp_path: Path, lenient: bool) -> None:
 def test_compressed_bombs_are_refused(tmp_path: Path) -> None:
     zeros = gzip.compress(bytes(SMALL_BYTES), 9)
     (tmp_path / "bomb.gz").write_bytes(zeros + zeros)
-    assert "is too large for a trace" in refusal(tmp_path / "bomb.gz")
+    assert "is too large when unpacked" in refusal(tmp_path / "bomb.gz")
     (tmp_path / "streams.gz").write_bytes(gzip.compress(b"") * 200_000)
     assert "more than 100000 compressed streams" in str(found_in_one(tmp_path / "streams.gz"))
     nested = gzip.compress(gzip.compress(bytes(2**28), 9) * 3, 9)
@@ -78,7 +78,7 @@ def test_compressed_bombs_are_refused(tmp_path: Path) -> None:
         assert path.stat().st_size < 2**20
         for lenient in (False, True):
             said = refusal(path, lenient=lenient)
-            assert "is too large for a trace" in said or "unpacks to far more than traces do" in said
+            assert "is too large when unpacked" in said
     (tmp_path / "padding.gz").write_bytes(gzip.compress(b"x") + bytes(30 * 2**20))
     assert bounded(
         lambda: found_in(zip_of(tmp_path / "p.zip", [("p.gz", (tmp_path / "padding.gz").read_bytes())]))

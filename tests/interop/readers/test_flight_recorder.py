@@ -12,7 +12,7 @@ from tests.interop.readers.damaging import damaged_bytes, damaged_json, refused
 
 from headway.errors import TraceError
 from headway.interop.readers import flight_recorder
-from headway.interop.readers.flight_recorder import Recorded
+from headway.interop.readers.flight_recorder import LaunchedCommunication
 from headway.interop.readers.foreign import Companion, Document
 from headway.interop.readers.formats import SNIFFED_BYTES, readers
 
@@ -43,9 +43,9 @@ def companion(data: bytes, *, lenient: bool = False, name: str = "dump.json", en
     return found
 
 
-def recorded(data: bytes, *, lenient: bool = False, ending: str = "") -> Recorded:
+def recorded(data: bytes, *, lenient: bool = False, ending: str = "") -> LaunchedCommunication:
     content = companion(data, lenient=lenient, ending=ending).content
-    assert isinstance(content, Recorded)
+    assert isinstance(content, LaunchedCommunication)
     return content
 
 

@@ -110,8 +110,8 @@ def test_the_verdict_names_the_rank_that_reads_slowly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("companions", "note"),
     [
-        ("", "matched by where they end together"), ("execution_trace*", "matched by where they end together"),
-        ("*_rank0*", "collectives of rank 1 are not numbered"), ("*_rank1*", "collectives of rank 0 are not numbered"),
+        ("", "matched across ranks by common ends"), ("execution_trace*", "matched across ranks by common ends"),
+        ("*_rank0*", "Rank 1 has no sequence numbers"), ("*_rank1*", "Rank 0 has no sequence numbers"),
     ],
 )  # fmt: skip
 def test_without_both_flight_recorders_it_is_known_what_belongs_together(

@@ -189,7 +189,7 @@ def test_names_of_kernels_are_the_last_resort(kernel: str, plain: str) -> None:
     found = communication(*launched(kernel, 20, 30, 40, 1))
     assert (found.name, found.size_bytes) == (plain, -1)
     notes = read_document([step(5, 0, 200), *launched(kernel, 20, 30, 40, 1)]).notes
-    assert "1 of 1 collectives do not say how much they carry." in notes
+    assert "1 of 1 collectives have no recorded size." in notes
 
 
 def test_kernels_that_only_sound_like_communication() -> None:
@@ -249,7 +249,7 @@ def test_nothing_marks_steps() -> None:
         [*launched(KERNEL, 5, 10, 20, 1), *launched(SUM, 6, 40, 30, 2), *launched(KERNEL, 7, 90, 10, 3)]
     )
     assert [(one.step, one.duration_ns) for one in found.events.of_kind(Kind.STEP)] == [(0, 90_000)]
-    assert any("everything is taken for one step" in note for note in found.notes)
+    assert any("everything counts as one step" in note for note in found.notes)
 
 
 def test_only_communication_on_the_device() -> None:

@@ -60,7 +60,7 @@ def test_nothing_marks_steps() -> None:
     found = read_document([one for one in job_events() if "ProfilerStep" not in one["name"]])
     assert found.events.of_kind(Kind.STEP).step.tolist() == [0]
     assert found.events.of_kind(Kind.STEP).duration_ns.tolist() == [29_000_000]
-    assert any("everything is taken for one step" in note for note in found.notes)
+    assert any("everything counts as one step" in note for note in found.notes)
 
 
 def test_steps_that_are_marked_twice_count_once() -> None:
@@ -82,10 +82,10 @@ def test_times_that_count_from_nothing() -> None:
     stated = read_document(job_events())
     bare = read_document(job_events(), baseTimeNanoseconds=None)
     assert np.array_equal(stated.events.start_ns - BASE_NS, bare.events.start_ns)
-    assert not any("do not count from" in note for note in stated.notes)
-    assert any("do not count from a stated moment" in note for note in bare.notes)
+    assert not any("origin of times" in note for note in stated.notes)
+    assert any("origin of times is not recorded" in note for note in bare.notes)
     wall = read_document(job_events(shift_us=BASE_NS / 1000), baseTimeNanoseconds=None)
-    assert not any("do not count from" in note for note in wall.notes)
+    assert not any("origin of times" in note for note in wall.notes)
 
 
 def test_the_host_is_what_the_profiler_puts_into_names_of_files() -> None:
@@ -109,7 +109,7 @@ def test_not_a_number_next_to_events_is_nothing_and_in_their_times_damage() -> N
         reader.read(Document("a", data))
     found = reader.read(Document("a", data, lenient=True)).ranks[0]
     assert found.dropped_events == 1
-    assert "1 events without a possible time were left out." in found.notes
+    assert "1 events with impossible times were left out." in found.notes
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_truncated_document_keeps_its_beginning() -> None:
 
 def test_what_takes_no_time_is_no_recording() -> None:
     for events in ([], [{"ph": "M", "name": "process_name"}], [step(1, 0, 5) | {"ph": "i"}]):
-        with pytest.raises(TraceError, match="holds no operators and no kernels"):
+        with pytest.raises(TraceError, match="contains no operators and no kernels"):
             read_document(events)
 
 

@@ -14,9 +14,7 @@ from tests.interop.readers.job_views import Job, precision_and_recall, views
 from headway.interop.readers.numbering import number_collectives
 from headway.trace.events import Event, Events, Kind, Stream
 
-BY_ENDS = (
-    "Collectives have no sequence numbers: those of different ranks were matched by where they end together."
-)
+BY_ENDS = "Collectives have no sequence numbers: they were matched across ranks by common ends."
 MS = 1_000_000
 
 
@@ -135,7 +133,7 @@ def test_order_decides_where_ends_do_not_agree() -> None:
     notes = number_collectives(events)
     assert notes == [
         BY_ENDS,
-        "Too few collectives of rank 1 end together with those of another rank: they were matched by order.",
+        "Too few collectives of rank 1 end together with another rank's: they were matched by order.",
     ]
     assert events[0].sequence.tolist() == events[1].sequence.tolist() == list(range(12))
 
@@ -186,7 +184,7 @@ def test_a_rank_without_numbers_takes_those_of_a_rank_that_has_them() -> None:
     bare = [collective(10 * MS * n + 77 * MS) for n in range(3, 20)]
     events = {0: Events.from_rows(bare), 1: Events.from_rows(numbered), 2: Events.from_rows(numbered[:9])}
     assert number_collectives(events) == [
-        "The collectives of rank 0 are not numbered: those that end with rank 1's are taken for the same."
+        "Rank 0 has no sequence numbers: its collectives were matched to rank 1's by their ends."
     ]
     assert events[0].group.tolist() == events[1].group[2:].tolist()
     assert events[0].sequence.tolist() == events[1].sequence[2:].tolist()

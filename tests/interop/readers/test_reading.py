@@ -60,13 +60,13 @@ def test_processes_that_die_take_only_what_they_had(
         (source / f"rank{rank}.json").write_bytes(document(job_events(), rank=rank, world=8))
     monkeypatch.setattr(importing, "WORTH_BYTES", 0)
     monkeypatch.setattr(importing, "_read_apart", dies)
-    with pytest.raises(TraceError, match=r"rank\d\.json could not be read; got its reader ended"):
+    with pytest.raises(TraceError, match=r"rank\d\.json could not be read; got its reader process died"):
         import_trace(source, tmp_path / "strict", workers=2)
     done = import_trace(source, tmp_path / "lenient", workers=2, lenient=True)
     kept = [info.rank for info in done.manifest.ranks]
     assert kept == list(range(len(kept)))
     assert 1 <= len(kept) <= 6
-    assert sum("its reader ended" in note for note in done.manifest.notes) == 8 - len(kept)
+    assert sum("its reader process died" in note for note in done.manifest.notes) == 8 - len(kept)
 
 
 def test_memory_that_does_not_suffice(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +74,5 @@ def test_memory_that_does_not_suffice(source: Path, tmp_path: Path, monkeypatch:
         return np.ones(2**50)  # type: ignore[return-value]
 
     monkeypatch.setattr("headway.interop.readers.kineto.reader.read", allocate)
-    with pytest.raises(TraceError, match=r"rank0\.json takes more memory than there is; got \d+ bytes"):
+    with pytest.raises(TraceError, match=r"rank0\.json does not fit into memory; got \d+ bytes"):
         import_trace(source, tmp_path / "out")

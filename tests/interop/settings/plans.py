@@ -9,7 +9,7 @@ from typing import Any
 from tests.models import layered_model
 
 from headway.api import strategy
-from headway.interop.settings.asked import Asked, CollectiveOptions
+from headway.interop.settings.request import CollectiveOptions, SettingsRequest
 from headway.model import ModelSpec
 from headway.passes.base import Pass
 from headway.plan import Plan
@@ -31,31 +31,33 @@ def asked(
     ranks: int = 4,
     collectives: CollectiveOptions | None = None,
     **options: Any,
-) -> Asked:
+) -> SettingsRequest:
     """A plan of data parallelism, and its model where it is ``traced``."""
     plan = Plan.data_parallel(strategy(name, **options), ranks, model)
-    return Asked(plan, (model,) if traced else (), collectives or CollectiveOptions())
+    return SettingsRequest(plan, (model,) if traced else (), collectives or CollectiveOptions())
 
 
-def with_passes(*passes: Pass, name: str = "ddp", **given: Any) -> Asked:
+def with_passes(*passes: Pass, name: str = "ddp", **given: Any) -> SettingsRequest:
     """A plan of data parallelism with passes."""
     made = asked(name, **given)
     return replace(made, plan=made.plan.model_copy(update={"passes": passes}))
 
 
-def piped(stages: int = 2, ranks: int = 2, *, traced: bool = False, **options: Any) -> Asked:
+def piped(stages: int = 2, ranks: int = 2, *, traced: bool = False, **options: Any) -> SettingsRequest:
     """A plan of a pipeline alone."""
     models = [MODEL] * stages
     plan = Plan.pipeline(PipelineStrategy(**{"micro_batches": 8, **options}), models, ranks=ranks)
-    return Asked(plan, tuple(models) if traced else ())
+    return SettingsRequest(plan, tuple(models) if traced else ())
 
 
 def meshed(
     data: DistributedDataParallelStrategy | DecoupledStrategy, stages: Sequence[ModelSpec] = (MODEL, MODEL)
-) -> Asked:
+) -> SettingsRequest:
     """A plan of three pipelines side by side, in 1F1B."""
     strategy = MeshStrategy(pipeline=PipelineStrategy(micro_batches=8), data=data)
-    return Asked(Plan.on_mesh(strategy, {"pipeline": len(stages), "data": 3}, stages), tuple(stages))
+    return SettingsRequest(
+        Plan.on_mesh(strategy, {"pipeline": len(stages), "data": 3}, stages), tuple(stages)
+    )
 
 
 def of_tables(rules: str) -> list[list[str]]:

@@ -8,6 +8,7 @@ from tests.models import layered_model
 
 from headway.errors import PlanError
 from headway.interop.settings import ddp
+from headway.interop.settings.request import SettingsRequest
 from headway.model import ModelSpec
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -47,8 +48,8 @@ def test_a_decoupled_plan_becomes_the_same_buckets_and_says_that_they_are_not_de
     sizes = [WEIGHT + 2 * BIAS, 2 * WEIGHT + BIAS, WEIGHT + BIAS]
     assert arguments(found)["bucket_cap_mb_list"] == [size / MIB for size in sizes]
     (lack,) = found.lacks
-    assert "nothing is left for the next forward" in lack
-    assert "keeps all of the optimizer's state" in lack
+    assert "none of it in the next forward" in lack
+    assert "keeps the whole optimizer state" in lack
     gathers = ddp.settings(asked("decoupled", buckets=BY_NAME, gather="gradients"))
     assert "optimizer" not in gathers.lacks[0]
 
@@ -67,7 +68,7 @@ def test_buckets_that_ddp_cannot_make_become_about_as_many() -> None:
 def test_without_the_model_a_decoupled_plan_has_its_cap_or_is_refused() -> None:
     found = ddp.settings(asked("decoupled", traced=False, bucket_cap_bytes=MIB))
     assert arguments(found) == {"bucket_cap_mb": 1.0}
-    assert "where buckets end" in found.lacks[1]
+    assert "bucket boundaries" in found.lacks[1]
     with pytest.raises(PlanError, match=r"these settings need the model.*--trace"):
         ddp.settings(asked("decoupled", traced=False, buckets=BY_NAME))
 
@@ -92,7 +93,7 @@ def test_what_buckets_are_sent_as_is_a_hook_or_said_to_be_lacking(wire: list[Any
     found = ddp.settings(asked("ddp", wire=wire))
     assert ("register_comm_hook" in found.files[ddp.FILE]) == bool(hook)
     assert (hook or "") in found.files[ddp.FILE]
-    assert [lack[:21] for lack in found.lacks] == (["what buckets are sent"] if hook is None else [])
+    assert [lack[:22] for lack in found.lacks] == (["the wire format of buc"] if hook is None else [])
 
 
 def test_of_pipelines_side_by_side_it_is_what_replicas_do() -> None:
@@ -110,7 +111,7 @@ def test_what_trains_otherwise_is_refused(name: str) -> None:
 
 
 def test_a_pipeline_alone_is_refused() -> None:
-    with pytest.raises(PlanError, match="DDP knows no stages"):
+    with pytest.raises(PlanError, match="DDP has no stages"):
         ddp.settings(piped())
 
 
@@ -137,4 +138,4 @@ def test_with_unused_parameters_ddp_cuts_buckets_otherwise() -> None:
 
 def test_buckets_by_name_of_a_stage_become_a_cap_for_all_stages() -> None:
     found = ddp.settings(meshed(DecoupledStrategy(buckets=tuple(map(tuple, BY_NAME)))))
-    assert any("where buckets end" in lack for lack in found.lacks)
+    assert any("bucket boundaries" in lack for lack in found.lacks)

@@ -8,7 +8,7 @@ from tests.interop.settings.plans import BY_NAME, asked, meshed, piped, with_pas
 
 from headway.errors import PlanError
 from headway.interop.settings import deepspeed
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.passes.accumulate import Accumulate
 from headway.passes.precision import Precision
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
@@ -16,7 +16,7 @@ from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 ELEMENTS = 1010  # of a layer
 
 
-def written(asked_for: Asked) -> dict[str, Any]:
+def written(asked_for: SettingsRequest) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(deepspeed.settings(asked_for).files[deepspeed.FILE])
     return found
 
@@ -33,7 +33,7 @@ def test_buckets_of_several_sizes_have_their_mean_and_it_is_said() -> None:
     assert zero["reduce_bucket_size"] == round(4 * ELEMENTS / 3)
     assert zero["allgather_bucket_size"] % 2 == 0, "ZeRO asserts it"
     assert zero["allgather_bucket_size"] - zero["reduce_bucket_size"] in (0, 1)
-    assert "a size for each bucket (1,010 to 2,010 elements): all have one of 1,347" in found.lacks
+    assert "a size for each bucket (1,010 to 2,010 elements): all get 1,347" in found.lacks
 
 
 def test_what_it_does_instead_is_said() -> None:
@@ -57,7 +57,7 @@ def test_what_it_does_instead_is_said() -> None:
 def test_wire_types(wire: list[Any], expected: str | None) -> None:
     found = deepspeed.settings(asked("ddp", bucket_cap_mb=1, wire=wire))
     assert json.loads(found.files[deepspeed.FILE]).get("communication_data_type") == expected
-    assert any("sent as" in lack for lack in found.lacks) == (expected is None)
+    assert any("wire format" in lack for lack in found.lacks) == (expected is None)
 
 
 def test_a_pipelines_micro_batches_and_its_order() -> None:

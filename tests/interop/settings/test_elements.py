@@ -6,12 +6,12 @@ import pytest
 from tests.interop.settings.plans import BY_NAME, asked, meshed
 from tests.models import layered_model
 
-from headway.interop.settings.asked import Asked, Bucketed
 from headway.interop.settings.elements import one_size
+from headway.interop.settings.request import Bucketed, SettingsRequest
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 
 
-def sized(asked_for: Asked, *, closes_before: bool = False) -> tuple[int, str]:
+def sized(asked_for: SettingsRequest, *, closes_before: bool = False) -> tuple[int, str]:
     assert isinstance(asked_for.data, Bucketed)
     return one_size(asked_for, asked_for.data, closes_before=closes_before)
 
@@ -31,14 +31,14 @@ def test_where_the_tool_ends_buckets_otherwise_is_said(closes_before: bool) -> N
     )
     assert bool(ddp) == closes_before
     assert bool(decoupled) != closes_before
-    assert "where buckets end" in ddp + decoupled
+    assert "bucket boundaries" in ddp + decoupled
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_caps_mb": [0.001, 0.002]}])
 def test_several_caps_become_the_mean_of_their_buckets(options: dict[str, Any]) -> None:
     size, lack = sized(asked("ddp", **options))
     assert size > 0
-    assert f"all have one of {size:,}" in lack
+    assert f"all get {size:,}" in lack
 
 
 def test_buckets_of_all_stages_count() -> None:

@@ -10,7 +10,7 @@ from tests.interop.settings.plans import BY_NAME, asked, meshed, piped, with_pas
 
 from headway.errors import PlanError
 from headway.interop.settings import megatron
-from headway.interop.settings.asked import Asked
+from headway.interop.settings.request import SettingsRequest
 from headway.passes.accumulate import Accumulate
 from headway.passes.input_workers import InputWorkers
 from headway.passes.precision import Precision
@@ -21,7 +21,7 @@ from headway.strategies.decoupled.policy import DecoupledStrategy
 DECOUPLED = ["--use-distributed-optimizer", "--overlap-param-gather"]
 
 
-def arguments(asked_for: Asked) -> list[str]:
+def arguments(asked_for: SettingsRequest) -> list[str]:
     return list(megatron.settings(asked_for).arguments)
 
 
@@ -29,7 +29,7 @@ def test_the_decoupled_all_reduce_is_its_distributed_optimizer_with_both_overlap
     found = megatron.settings(asked("decoupled", bucket_cap_bytes=2**20))
     assert list(found.arguments) == ["--overlap-grad-reduce", "--ddp-bucket-size", str(2**18), *DECOUPLED]
     assert not any("a size for each bucket" in lack for lack in found.lacks)
-    assert any("reverse order of registration" in lack for lack in found.lacks)
+    assert any("reverse registration order" in lack for lack in found.lacks)
     gathered = megatron.settings(asked("decoupled", gather="gradients"))
     assert any("gathered gradients" in lack for lack in gathered.lacks)
 
@@ -55,13 +55,13 @@ def test_wire_types() -> None:
     assert "--grad-reduce-in-bf16" in arguments(asked("ddp", wire=[{"dtype": "bfloat16"}]))
     halves = megatron.settings(asked("ddp", wire=[{"dtype": "float16"}]))
     assert "--grad-reduce-in-bf16" not in halves.arguments
-    assert any("sent as" in lack for lack in halves.lacks)
+    assert any("wire format" in lack for lack in halves.lacks)
 
 
 def test_pipelines() -> None:
     alone = megatron.settings(piped())
     assert list(alone.arguments) == ["--pipeline-model-parallel-size", "2"]
-    assert "has to be 8 times --micro-batch-size" in alone.use
+    assert "Set --global-batch-size to 8 times --micro-batch-size" in alone.use
     looped = piped(8, 2, order="interleaved")
     assert arguments(looped)[-2:] == ["--num-virtual-stages-per-pipeline-rank", "4"]
     for fitting in (piped(), looped, piped(order="kfkb")):

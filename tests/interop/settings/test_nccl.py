@@ -12,7 +12,7 @@ from headway.cluster import AlgorithmCost, Cluster, Host, NcclModel
 from headway.collectives.selection import SizeClass
 from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
-from headway.interop.settings.asked import Asked, CollectiveOptions, unexpressed
+from headway.interop.settings.request import CollectiveOptions, SettingsRequest, unexpressed
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.tool_settings import Settings
@@ -43,8 +43,8 @@ def test_what_the_library_has_no_algorithm_for_is_said() -> None:
     fixed = nccl.rccl(asked("decoupled", collectives=AS_REPLAYED, **options))
     assert fixed.lacks == (
         "direct collectives: rings for reducescatter",
-        "other algorithms of smaller buckets: rings for all",
-        "the order of ranks in rings: the library has its own",
+        "other algorithms for smaller buckets: all use rings",
+        "the order of ranks in rings: the library chooses its own",
     )
     assert not fixed.complete
 
@@ -58,19 +58,19 @@ def test_a_plan_that_adapts_is_asked_for_what_it_begins_with() -> None:
 
 @pytest.mark.parametrize("library", [nccl.nccl, nccl.rccl])
 def test_a_plan_that_leaves_algorithms_to_the_library_needs_no_settings(
-    library: Callable[[Asked], Settings],
+    library: Callable[[SettingsRequest], Settings],
 ) -> None:
     for plan in (
         asked("ddp"),
         asked("decoupled", reduce_scatter="native", all_gather="native"),
     ):
         found = library(plan)
-        assert "nothing has to be set" in found.sentence()
+        assert "nothing needs to be set" in found.sentence()
         assert (found.complete, found.environment, found.files) == (True, {}, {})
         assert "--as-replayed" in found.use
         assert library(replace(plan, collectives=AS_REPLAYED)).environment
     for plan in (asked("parameter_server"), asked("partial-all-reduce"), piped()):
-        with pytest.raises(PlanError, match="without an algorithm"):
+        with pytest.raises(PlanError, match="do not use collectives"):
             library(replace(plan, collectives=AS_REPLAYED))
 
 
@@ -79,7 +79,7 @@ def test_as_replayed_fixes_the_protocol_too() -> None:
     assert found.environment == {"NCCL_ALGO": "allreduce:ring", "NCCL_PROTO": "allreduce:simple"}
 
 
-def on_slow_trees(plan: Asked, tree_factor: float = 3.0, fit_error: float = 0.0) -> Asked:
+def on_slow_trees(plan: SettingsRequest, tree_factor: float = 3.0, fit_error: float = 0.0) -> SettingsRequest:
     """The plan on four hosts of eight H100 whose trees take longer than NCCL expects."""
     cluster = Cluster(
         hosts=tuple(Host(name=f"h{at}", workers=8, up_gbps=3072, down_gbps=3072) for at in range(4)),
@@ -172,7 +172,7 @@ def test_rccl_keeps_what_it_decides_by_itself_and_rules_that_are_carried_over() 
 
 def test_rules_that_nccls_tuner_would_carry_out_with_one_channel_are_refused() -> None:
     theirs = TunerRule("allreduce", 0, 65536, "tree", "ll")
-    with pytest.raises(UserError, match="takes for one"):
+    with pytest.raises(UserError, match="would use one"):
         nccl.nccl(asked("decoupled", collectives=CollectiveOptions(channels=4, appended=(theirs,))))
     named = replace(theirs, channels=2)
     found = nccl.nccl(asked("decoupled", collectives=CollectiveOptions(channels=4, appended=(named,))))

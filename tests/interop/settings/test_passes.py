@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.interop.settings import ddp, deepspeed, fsdp2, megatron, nccl
-from headway.interop.settings.asked import CollectiveOptions
+from headway.interop.settings.request import CollectiveOptions
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.compile import Compile
@@ -157,7 +157,7 @@ def test_names_of_modules_are_no_code() -> None:
 def test_what_a_script_has_to_do_itself_is_left_out_and_said() -> None:
     found = ddp.settings(with_passes(Accumulate(micro_batches=4), Precision(dtype="float16")))
     accumulated, scaled = found.lacks
-    assert "4 parts of a batch, with losses divided by 4" in accumulated
+    assert "4 parts of a batch in the script, with losses divided by 4" in accumulated
     assert "GradScaler" in scaled
     assert ddp.settings(with_passes(Recompute(modules=("1",)))).complete
 
@@ -190,10 +190,10 @@ def test_deepspeed_has_words_for_some_and_a_file_for_the_others() -> None:
     names["prepare"](layers())
     assert not any(lack.startswith("the pass") for lack in found.lacks)
     assert any(lack.startswith("float32 outputs") for lack in found.lacks)
-    assert any(lack.startswith("parts of a batch") for lack in found.lacks)
+    assert any(lack.startswith("splitting a batch") for lack in found.lacks)
     sent = deepspeed.settings(with_passes(BFLOAT16, wire=[{"dtype": "bfloat16"}]))
     assert "communication_data_type" not in json.loads(sent.files[deepspeed.FILE])
-    assert any(lack.startswith("what buckets are sent as") for lack in sent.lacks)
+    assert any(lack.startswith("the wire format of buckets") for lack in sent.lacks)
     scaled = deepspeed.settings(with_passes(Precision(dtype="float16")))
     assert "torch_autocast" not in json.loads(scaled.files[deepspeed.FILE])
     assert any(lack.startswith("the pass precision in float16") for lack in scaled.lacks)
@@ -212,7 +212,7 @@ def test_megatron_has_arguments_for_most() -> None:
     assert "--recompute-granularity full --recompute-method block --recompute-num-layers 2" in said
     assert "--bf16" in found.arguments
     assert "--num-workers 3" in said
-    assert "--global-batch-size 16 times" in found.use
+    assert "--global-batch-size to 16 times" in found.use
     assert [lack for lack in found.lacks if lack.startswith("the pass")] == ["the pass compile"]
     several = megatron.settings(
         with_passes(Precision(dtype="float16"), Recompute(modules=("a",)), Recompute(modules=("b", "c")))

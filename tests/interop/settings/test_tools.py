@@ -7,7 +7,7 @@ from tests.interop.settings.plans import asked
 
 from headway.cli.settings import NAMES
 from headway.errors import PlanError
-from headway.interop.settings.asked import CollectiveOptions
+from headway.interop.settings.request import CollectiveOptions
 from headway.interop.settings.tools import OF_COLLECTIVES, TOOLS
 from headway.plugins import is_own
 from headway.strategies.registry import plugins

@@ -48,7 +48,7 @@ def test_readers_answer_as_the_rules_say() -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("all_reduce,0,1,ring,simple,1,-1,-1", "line 2 has a name that readers do not know"),
+        ("all_reduce,0,1,ring,simple,1,-1,-1", "line 2 contains an unknown name"),
         ("allreduce,0,1,Ring,simple,1,-1,-1", "got Ring"),
         ("allreduce,0,1,ring,simpel,1,-1,-1", "got simpel"),
         ("allreduce,0,1,ring,simple,1,-1", "got 7 fields"),
@@ -57,11 +57,11 @@ def test_readers_answer_as_the_rules_say() -> None:
         ("allreduce,2,1,ring,simple,1,-1,-1", "got 2 to 1 bytes"),
         ("allreduce,-1,1,ring,simple,1,-1,-1", "got -1 to 1 bytes"),
         ("allreduce,0,64K,ring,simple,1,-1,-1", "got 64K"),
-        ("allreduce,0,1,ring,simple,,-1,-1", "no number"),
-        ("allreduce,0,1,ring,simple,-2,-1,-1", "means nothing"),
-        (f"allreduce,0,{2**64},ring,simple,1,-1,-1", "means nothing"),
-        ("allreduce,0,1,ring,simple,\u0664,-1,-1", "no number"),
-        ("allreduce,0," + "9" * 60 + ",ring,simple,1,-1,-1", "no number"),
+        ("allreduce,0,1,ring,simple,,-1,-1", "not a number"),
+        ("allreduce,0,1,ring,simple,-2,-1,-1", "out of range"),
+        (f"allreduce,0,{2**64},ring,simple,1,-1,-1", "out of range"),
+        ("allreduce,0,1,ring,simple,\u0664,-1,-1", "not a number"),
+        ("allreduce,0," + "9" * 60 + ",ring,simple,1,-1,-1", "not a number"),
     ],
 )
 def test_what_a_reader_would_take_for_something_else_is_refused(

@@ -1,4 +1,4 @@
-"""Lists of trace events in Chrome's JSON: decoded whole, without an end that was never written, or piece by piece."""
+"""Decodes Chrome trace-event lists, including truncated and damaged ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueEr
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One trace event. What is not looked at, is not decoded."""
+    """One trace event; fields that Headway does not use are not decoded."""
 
     ph: str = ""
     name: str = ""
@@ -37,7 +37,7 @@ class _Whole(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The events of a document in its order; ``dropped`` counts stretches that could not be read."""
+    """A document's events in file order; ``dropped`` counts unreadable stretches."""
 
     entries: list[Entry]
     dropped: int = 0
@@ -45,10 +45,10 @@ class Listing:
 
 
 def read_listing(document: Document) -> Listing:
-    """Decode the document's list of events: the document itself, or its ``traceEvents``.
+    """Decode the document's events: a bare list, or ``traceEvents``.
 
-    A whole list that is not closed is what a tool leaves that never came to its end, and no damage.
-    Raises TraceError where the document is damaged, unless it is read leniently.
+    A list without its closing bracket is accepted: tools leave it when their process ends early.
+    Raises TraceError if the document is damaged, unless it is read leniently.
     """
     if document.ending and not document.lenient:
         raise damaged(document, document.ending)
@@ -69,16 +69,14 @@ def _decoded(document: Document) -> Listing:
     try:
         closed = document.data.rstrip().rstrip(b",") + (b"]" if plain else b"]}")
         return Listing(
-            _entries(closed, plain), notes=("The recording was not closed: its process ended before.",)
+            _entries(closed, plain), notes=("The recording is not closed: its process ended early.",)
         )
     except _UNREADABLE:
         pass
     if not document.lenient:
         raise damaged(document, why, expected="a JSON list of trace events")
     entries, dropped = _salvaged(document.data, plain)
-    return Listing(
-        entries, dropped, (f"The document is damaged: {dropped} stretches of it could not be read.",)
-    )
+    return Listing(entries, dropped, (f"The document is damaged: {dropped} stretches could not be read.",))
 
 
 def _entries(data: bytes, plain: bool) -> list[Entry]:
@@ -94,15 +92,15 @@ _ENTRY = msgspec.json.Decoder(Entry)
 
 
 def _salvaged(data: bytes, plain: bool) -> tuple[list[Entry], int]:
-    """What can be read event by event, in one pass over the text."""
+    """Decode event by event, in one pass; also counts unreadable stretches."""
     begin = data.find(b"[", 0 if plain else max(data.find(b'"traceEvents"'), 0)) + 1
     entries = []
     dropped = 0
-    for found in _FLAT.finditer(data, begin):
-        dropped += bool(data[begin : found.start()].strip(b" \t\r\n,"))
-        begin = found.end()
+    for match in _FLAT.finditer(data, begin):
+        dropped += bool(data[begin : match.start()].strip(b" \t\r\n,"))
+        begin = match.end()
         try:
-            entries.append(_ENTRY.decode(found[0]))
+            entries.append(_ENTRY.decode(match[0]))
         except _UNREADABLE:
             dropped += 1
     rest = data[begin:].strip(b" \t\r\n,")
@@ -110,26 +108,26 @@ def _salvaged(data: bytes, plain: bool) -> tuple[list[Entry], int]:
 
 
 def arguments(entry: Entry) -> dict[str, Any]:
-    """An event's ``args``; empty where they are none or cannot be read."""
+    """An event's ``args``; empty if absent or unreadable."""
     if not entry.args:
         return {}
     try:
-        found = msgspec.json.decode(entry.args)
+        decoded = msgspec.json.decode(entry.args)
     except _UNREADABLE:
         return {}
-    return found if isinstance(found, dict) else {}
+    return decoded if isinstance(decoded, dict) else {}
 
 
 def nanoseconds(microseconds: Sequence[int | float | None]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Times in nanoseconds, to the digits given; and which of them are times: from 0 to LATEST_US."""
+    """Convert to integer nanoseconds without losing digits; also a mask of valid times (0 to LATEST_US)."""
     try:
         values = np.array(microseconds, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         values = np.array([_number(value) for value in microseconds], dtype=np.float64)
     fits = (values >= 0) & (values < LATEST_US)  # False of NaN
     values = np.where(fits, values, 0.0)
-    whole = np.floor(values)
-    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), fits
+    whole_us = np.floor(values)
+    return whole_us.astype(np.int64) * 1000 + np.rint((values - whole_us) * 1000).astype(np.int64), fits
 
 
 def _number(value: int | float | None) -> float:

@@ -1,1 +1,1 @@
-"""Traces written for other tools."""
+"""Writes traces for other tools."""

@@ -1,7 +1,7 @@
-"""A trace as MLCommons Chakra execution traces, one file a rank, as ASTRA-sim and Chakra's own tools read them.
+"""Exports a trace as MLCommons Chakra execution traces for ASTRA-sim and Chakra's tools, one file per rank.
 
-Computation is given by its durations. Communication is given by its kind, size and group, so that a simulator can
-time it again, and by its recorded duration as well. Times are microseconds from the beginning of the first step.
+Computation is written with its durations; communication with its kind, size and group, so that a simulator can time
+it again, and with its recorded duration. Times are microseconds from the beginning of the first step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from headway.trace.events import Event, Events, Kind, inner_messages
 from headway.trace.format import RankInfo, Trace
 from headway.version import __version__
 
-TOLERANCE_NS = 200_000  # who waits may be seen to go on a little before what he waits for is seen to end
+TOLERANCE_NS = 200_000  # a wait may end this much before the recorded end of the communication it waited for
 _PLAIN = {Kind.FORWARD_PASS: Kind.FORWARD, Kind.BACKWARD_PASS: Kind.BACKWARD}
 
 
 @dataclass(eq=False)
-class Computed:
+class ComputationPiece:
     """A stretch of computation."""
 
     start_ns: int
@@ -36,19 +36,19 @@ class Computed:
     kind: str  # of an event, or REST
     name: str
     bucket: int
-    needs: list[Computed | Communicated] = field(default_factory=list)
+    needs: list[ComputationPiece | CommunicationPiece] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Communicated:
-    """A collective or message. It was asked for when what it needs had ended."""
+class CommunicationPiece:
+    """A collective or message, launched once everything it needs had ended."""
 
     event: Event
-    needs: list[Computed | Communicated] = field(default_factory=list)
+    needs: list[ComputationPiece | CommunicationPiece] = field(default_factory=list)
 
     @property
     def asked_ns(self) -> int:
-        """When this rank asked for it."""
+        """When this rank launched it."""
         return min(self.event.enqueue_ns, self.start_ns) if self.event.enqueue_ns >= 0 else self.start_ns
 
     @property
@@ -62,48 +62,52 @@ class Communicated:
         return self.event.end_ns
 
 
-Piece = Computed | Communicated
+Piece = ComputationPiece | CommunicationPiece
 
 
 def graph_of(events: Events, start_ns: int, end_ns: int) -> list[Piece]:
-    """What a rank did from ``start_ns`` to ``end_ns``, ordered by start; nothing needs what begins after it.
+    """A rank's work from ``start_ns`` to ``end_ns``, ordered by start; dependencies point to earlier pieces.
 
-    Computation runs in sequence and is cut where communication was asked for; after a wait it needs what was awaited.
+    Computation is sequential and cut at launches of communication; after a wait it depends on the awaited ones.
     """
-    communicated = [Communicated(event) for event in _communication(events, start_ns, end_ns)]
-    by_end = sorted(communicated, key=lambda one: one.end_ns)
-    computed: list[Computed] = []
-    awaited: list[Communicated] = []  # since the last computation
-    waited_for: list[Communicated] = []  # ever
-    for stretch in _cut(segments(events, start_ns, end_ns), sorted({one.asked_ns for one in communicated})):
+    communicated = [CommunicationPiece(event) for event in _communication(events, start_ns, end_ns)]
+    by_end = sorted(communicated, key=_end)
+    computed: list[ComputationPiece] = []
+    awaited: list[CommunicationPiece] = []  # since the last computation
+    waited_for: list[CommunicationPiece] = []  # ever
+    for stretch in _cut(
+        segments(events, start_ns, end_ns), sorted({communication.asked_ns for communication in communicated})
+    ):
         if stretch.kind == Kind.WAIT:
-            found = _awaited(stretch, by_end)
-            awaited += found
-            waited_for += found
-            went_on_ns = max((one.end_ns for one in found), default=stretch.start_ns)
+            ended = _awaited(stretch, by_end)
+            awaited += ended
+            waited_for += ended
+            went_on_ns = max((communication.end_ns for communication in ended), default=stretch.start_ns)
             if went_on_ns >= stretch.end_ns:
                 continue
             stretch = Segment(went_on_ns, stretch.end_ns, REST, stretch.name)
         kind = _PLAIN.get(stretch.kind, stretch.kind)
         needs: list[Piece] = [*computed[-1:], *awaited]
-        computed.append(Computed(stretch.start_ns, stretch.end_ns, kind, stretch.name, stretch.bucket, needs))
+        computed.append(
+            ComputationPiece(stretch.start_ns, stretch.end_ns, kind, stretch.name, stretch.bucket, needs)
+        )
         awaited = []
-    _ask(communicated, computed, sorted(waited_for, key=lambda one: one.end_ns))
+    _set_needs(communicated, computed, sorted(waited_for, key=_end))
     everything: list[Piece] = [*computed, *communicated]
     return sorted(everything, key=lambda piece: piece.start_ns)
 
 
 def _communication(events: Events, start_ns: int, end_ns: int) -> Iterator[Event]:
-    """Collectives, and messages that are no part of one."""
-    whole = events.where(~inner_messages(events))
-    for row in whole.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE):
+    """Collectives, and messages outside collectives."""
+    outer = events.where(~inner_messages(events))
+    for row in outer.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE):
         asked_ns = row.enqueue_ns if row.enqueue_ns >= 0 else row.start_ns
         if asked_ns < end_ns and row.end_ns > start_ns:
             yield row
 
 
 def _cut(stretches: Iterable[Segment], cuts: Sequence[int]) -> Iterator[Segment]:
-    """Computation in pieces, none of which goes on beyond the moment at which communication was asked for."""
+    """Cut computation at the launches of communication (``cuts``)."""
     for stretch in stretches:
         begin = stretch.start_ns
         if stretch.kind != Kind.WAIT:
@@ -113,33 +117,47 @@ def _cut(stretches: Iterable[Segment], cuts: Sequence[int]) -> Iterator[Segment]
         yield stretch._replace(start_ns=begin)
 
 
-def _awaited(wait: Segment, by_end: Sequence[Communicated]) -> list[Communicated]:
-    """What ended during a wait: of that, what carries the wait's bucket, where that is known."""
+def _awaited(wait: Segment, by_end: Sequence[CommunicationPiece]) -> list[CommunicationPiece]:
+    """The communication that ended during a wait; only that of the wait's bucket, if it is known."""
     first = bisect_right(by_end, wait.start_ns, key=_end)
     last = bisect_right(by_end, wait.end_ns + TOLERANCE_NS, key=_end)
-    ended = [one for one in by_end[first:last] if one.asked_ns < wait.end_ns and one.start_ns < wait.end_ns]
-    return [one for one in ended if one.event.bucket >= 0 and one.event.bucket == wait.bucket] or ended
+    ended = [
+        candidate
+        for candidate in by_end[first:last]
+        if candidate.asked_ns < wait.end_ns and candidate.start_ns < wait.end_ns
+    ]
+    return [
+        candidate
+        for candidate in ended
+        if candidate.event.bucket >= 0 and candidate.event.bucket == wait.bucket
+    ] or ended
 
 
-def _ask(
-    communicated: Iterable[Communicated], computed: Sequence[Computed], waited_for: Sequence[Communicated]
+def _set_needs(
+    communicated: Iterable[CommunicationPiece],
+    computed: Sequence[ComputationPiece],
+    waited_for: Sequence[CommunicationPiece],
 ) -> None:
-    """Say what each communication needs: what was computed until it was asked for, and what its queue did before."""
-    before: dict[tuple[object, ...], Communicated] = {}
-    for one in communicated:
-        asked_ns = one.asked_ns
+    """Set the dependencies of communication: the computation before its launch, and its queue's predecessor."""
+    before: dict[tuple[object, ...], CommunicationPiece] = {}
+    for communication in communicated:
+        asked_ns = communication.asked_ns
         at = bisect_right(computed, asked_ns, key=_end)
         until_ns = computed[at - 1].end_ns if at else asked_ns
         since = waited_for[
             bisect_right(waited_for, until_ns, key=_end) : bisect_right(waited_for, asked_ns, key=_end)
         ]
-        one.needs = [*computed[at - 1 : at], *since] if at else []
-        event = one.event
+        communication.needs = [*computed[at - 1 : at], *since] if at else []
+        event = communication.event
         queue = (event.group, event.kind, event.peer if event.kind != Kind.COLLECTIVE else -1)
         previous = before.get(queue)
-        if previous is not None and previous.end_ns <= one.start_ns and previous not in one.needs:
-            one.needs.append(previous)
-        before[queue] = one
+        if (
+            previous is not None
+            and previous.end_ns <= communication.start_ns
+            and previous not in communication.needs
+        ):
+            communication.needs.append(previous)
+        before[queue] = communication
 
 
 def _end(piece: Piece) -> int:
@@ -147,27 +165,27 @@ def _end(piece: Piece) -> int:
 
 
 _SERVED = (Kind.PUSH, Kind.PULL, Kind.SUM)
-_SHARES = ("all_gather", "gather")  # of these Chakra states what each rank gives
+_SHARES = ("all_gather", "gather")  # for these, Chakra's comm_size is each rank's input
 _MOST_GROUPS = 1000
 _TAGS = 2**20  # a group's messages between two ranks; with the group's number they fit into 31 bits
 _ROUNDING_NS = 500
 
 
 def write_chakra(trace: Trace, folder: Path) -> list[Path]:
-    """Write ``trace`` to the new folder ``folder``, a file ``<name>.<rank>.et`` a rank; returns the files.
+    """Write ``trace`` to the new folder ``folder``, one file ``<name>.<rank>.et`` per rank; returns the files.
 
-    Raises TraceError where something stands there already, nothing can be written, or servers hold the parameters:
-    what they do has no form in Chakra. Raises UserError where the package protobuf is not installed.
+    Raises TraceError if the folder exists or cannot be written, or if the job has parameter servers, which Chakra
+    cannot represent. Raises UserError if the package protobuf is not installed.
     """
     served = any(np.isin(events.kind, _SERVED).any() for events in trace.events.values())
     if trace.servers or served:
         raise TraceError(
             "Chakra cannot represent parameter servers",
             got=f"{len(trace.servers)} servers",
-            expected="a job whose ranks communicate with each other",
+            expected="a job without parameter servers",
         )
     if not trace.steps:
-        raise TraceError("the trace holds no complete step", got=trace.path, fix="Record more steps.")
+        raise TraceError("the trace contains no complete step", got=trace.path, fix="Record more steps.")
     node_class()
     groups = _group_numbers(trace)
     origin_ns = min(int(_steps(events, trace.steps)[:, 1].min()) for events in trace.events.values())
@@ -194,25 +212,25 @@ def _steps(events: Events, steps: Sequence[int]) -> np.ndarray[tuple[int, int], 
 
 
 def _group_numbers(trace: Trace) -> dict[str, int]:
-    """Numbers for process groups, which ASTRA-sim wants in place of names; 0 is the group of all ranks.
+    """Number the process groups, as ASTRA-sim requires; 0 is the group of all ranks.
 
-    Raises TraceError where there are too many.
+    Raises TraceError if there are too many.
     """
     communicating = (
         events.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE) for events in trace.events.values()
     )
     names = sorted({str(name) for events in communicating for name in set(events.group.tolist())} - {""})
-    whole = [name for name in names if len(trace.members(name)) == trace.world_size]
+    world_groups = [name for name in names if len(trace.members(name)) == trace.world_size]
     if len(names) > _MOST_GROUPS:
         raise TraceError("too many process groups", got=len(names), expected=f"at most {_MOST_GROUPS}")
-    kept = {str(number): number for number in range(0 if "0" in whole else 1, _MOST_GROUPS)}
+    kept = {str(number): number for number in range(0 if "0" in world_groups else 1, _MOST_GROUPS)}
     numbered = {name: kept[name] for name in names if name in kept}
     free = (number for number in range(1, 2 * _MOST_GROUPS + 1) if number not in numbered.values())
     return {name: numbered[name] if name in numbered else next(free) for name in names}
 
 
 class _Rank:
-    """One rank's messages."""
+    """Writes one rank's messages."""
 
     def __init__(self, trace: Trace, info: RankInfo, groups: dict[str, int], origin_ns: int) -> None:
         self._trace = trace
@@ -222,7 +240,7 @@ class _Rank:
         self._tags: dict[tuple[int, int, int], int] = {}
 
     def messages(self) -> Iterator[Any]:
-        """What the file says of itself, the process groups, and the nodes."""
+        """The metadata, the process groups, and the nodes."""
         events = self._trace.events[self._info.rank]
         steps = _steps(events, self._trace.steps)
         windows = [(number, self._us(start), self._us(end)) for number, start, end in steps.tolist()]
@@ -250,11 +268,11 @@ class _Rank:
         return message
 
     def _process_groups(self) -> Any:
-        """The node in which PyTorch's traces describe process groups, in the same words."""
-        known = self._trace.manifest.groups
+        """The node that describes the process groups, as in PyTorch's traces."""
+        group_ranks = self._trace.manifest.groups
         described = [
             {
-                "pg_name": str(number), "pg_desc": name, "ranks": list(known.get(name, ())),
+                "pg_name": str(number), "pg_desc": name, "ranks": list(group_ranks.get(name, ())),
                 "group_size": len(self._trace.members(name)), "group_count": len(self._groups),
             }
             for name, number in self._groups.items()
@@ -271,7 +289,7 @@ class _Rank:
         )
         node.data_deps.extend(sorted(numbers[id(need)] for need in piece.needs))
         _attribute(node, "is_cpu_op", False)
-        if isinstance(piece, Computed):
+        if isinstance(piece, ComputationPiece):
             node.type = NodeType.COMP
             node.name = "_".join(word for word in ("COMP_NODE", piece.kind, piece.name) if word)
             _attribute(node, "headway_kind", piece.kind)
@@ -280,7 +298,7 @@ class _Rank:
             self._communication(node, piece)
         return node
 
-    def _communication(self, node: Any, piece: Communicated) -> None:
+    def _communication(self, node: Any, piece: CommunicationPiece) -> None:
         event = piece.event
         if event.kind == Kind.COLLECTIVE:
             node.type, node.name = NodeType.COLLECTIVE, f"COMM_COLL_NODE_{event.name}"
@@ -299,7 +317,7 @@ class _Rank:
         self._extra(node, bucket=event.bucket, algorithm=event.algorithm)
 
     def _message(self, node: Any, event: Event) -> None:
-        """A send or receive. Both ends give the same tag to the same message: its index among those between them."""
+        """A send or receive. Both ends tag a message with its index among those between them."""
         sends = event.kind == Kind.SEND
         node.type = NodeType.SEND if sends else NodeType.RECEIVE
         node.name = f"COMM_{'SEND' if sends else 'RECV'}_NODE_{event.name}"
@@ -312,7 +330,7 @@ class _Rank:
                 node.attr.add(name=name).int32_val = value
 
     def _extra(self, node: Any, **stated: int | str) -> None:
-        """What only Headway reads."""
+        """Add attributes that only Headway reads."""
         for name, value in stated.items():
             if value not in (-1, ""):
                 _attribute(node, f"headway_{name}", value)
@@ -324,9 +342,9 @@ def _attribute(message: Any, name: str, value: bool | int | str) -> None:
 
 
 def _varint(value: int) -> bytes:
-    made = bytearray()
+    content = bytearray()
     while value > 0x7F:
-        made.append(value & 0x7F | 0x80)
+        content.append(value & 0x7F | 0x80)
         value >>= 7
-    made.append(value)
-    return bytes(made)
+    content.append(value)
+    return bytes(content)

@@ -1,11 +1,10 @@
-"""A trace as a native Perfetto file of TrackEvents, to look at in ui.perfetto.dev or to query with trace_processor.
+"""Exports a trace as a native Perfetto file of TrackEvents, for ui.perfetto.dev and trace_processor.
 
-Every rank is a process with tracks for its computation, its communication, its steps and its gradients; every link
-has a counter of its goodput. Each rank's packets are one sequence, whose names are written once. Arrows (flows) lead
-from sends to receives and from the last rank to arrive at a collective to the other members. A viewer draws an arrow
-from what began earlier; where the effect began before its cause, as a receive that waits for its send does, the arrow
-leads to a mark on the effect at the moment of the cause. Marks come last in the file, so that at equal times the
-cause is read first.
+Each rank is a process with tracks for computation, communication, steps and gradients; each link has a goodput counter.
+A rank's packets form one sequence, whose names are written once. Arrows (flows) lead from sends to receives, and from
+the last rank that arrives at a collective to its other members. Viewers draw arrows from the earlier event; if the
+effect began before its cause, like a receive that waits for its send, the arrow leads to a mark on the effect at the
+time of the cause. Marks come last in the file, so that at equal times the cause is read first.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from headway.interop.exporters.rank_tracks import clean, rank_tracks
 from headway.trace.events import Events, Kind
 from headway.trace.format import RankInfo, Trace
 
-COMPRESSION = 3  # of gzip: more costs more time than it saves room
+COMPRESSION = 3  # gzip level; higher ones are slow and save little
 
 
 @contextmanager
 def packed_file_written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that takes its name only when the block ends well; compressed for names in .gz."""
+    """Yield a file that gets its name only if the block succeeds; gzip-compressed if that ends in .gz."""
     with files.file_written_whole(path) as file:
         if path.suffix == ".gz":
             with gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as compressed:
@@ -48,10 +47,10 @@ Rates = tuple[Ints, npt.NDArray[np.float64]]
 
 
 def link_rates(trace: Trace, rows: Communications) -> dict[tuple[str, str], Rates]:
-    """The goodput from host to host as steps: times in ns, and the Gbit/s from each on.
+    """The goodput between hosts as a step function: times in ns, and the Gbit/s from each of them on.
 
-    Each rank sends to its ring neighbour, evenly while a collective with all its members is in flight; traffic within a
-    host is left out where there is any between hosts.
+    A rank is taken to send to its ring neighbour at a constant rate while a collective with all members is in flight.
+    Traffic within hosts is left out if there is any between hosts.
     """
     rows = rows.where(~rows.inner)
     hosts = trace.hosts
@@ -67,22 +66,20 @@ def link_rates(trace: Trace, rows: Communications) -> dict[tuple[str, str], Rate
             crossing.setdefault((hosts[rank], hosts[target]), []).append(row)
     apart = any(source != target for source, target in crossing)
     return {
-        (source, target): _steps(rows.arrival_ns[own], rows.end_ns[own], gbps[own])
-        for (source, target), own in sorted(crossing.items())
+        (source, target): _steps(rows.arrival_ns[rows_of_link], rows.end_ns[rows_of_link], gbps[rows_of_link])
+        for (source, target), rows_of_link in sorted(crossing.items())
         if not apart or source != target
     }
 
 
 def _steps(starts: Ints, ends: Ints, rates: npt.NDArray[np.float64]) -> Rates:
-    """The sum of rates, each of which holds from its start to its end."""
+    """The sum of rates that each hold from start to end, as a step function."""
     times = np.concatenate([starts, ends])
     order = np.argsort(times, kind="stable")
     times = times[order]
     sums = np.cumsum(np.concatenate([rates, -rates])[order])
     in_flight = np.cumsum(np.repeat([1, -1], len(starts))[order])
-    sums = np.where(
-        in_flight > 0, np.maximum(sums, 0.0), 0.0
-    )  # sums of rounded numbers end near zero, not at it
+    sums = np.where(in_flight > 0, np.maximum(sums, 0.0), 0.0)  # remove rounding errors around zero
     last = np.append(times[1:] != times[:-1], True)
     return times[last], sums[last]
 
@@ -93,15 +90,15 @@ _MOST_PIDS = 2**31 - 1
 
 
 def require_perfetto() -> None:
-    """Raise UserError where the library that knows Perfetto's format is not installed."""
+    """Raise UserError if the perfetto package is not installed."""
     protos()
 
 
 def write_perfetto(trace: Trace, path: Path, progress: Callable[[int, int], None] | None = None) -> int:
-    """Write ``trace`` to the file ``path``, compressed where its name ends in .gz. Returns the number of packets.
+    """Write ``trace`` to ``path``, compressed if its name ends in .gz; returns the number of packets.
 
-    ``progress`` is called with how many processes are done and how many there are. Raises UserError where the file
-    cannot be written or the package perfetto is not installed.
+    ``progress`` is called with the number of finished and of all processes. Raises UserError if the file cannot be
+    written or the package perfetto is not installed.
     """
     require_perfetto()
     written = 0
@@ -113,14 +110,14 @@ def write_perfetto(trace: Trace, path: Path, progress: Callable[[int, int], None
 
 
 def origin_ns(trace: Trace) -> int:
-    """What is taken off all times: nothing, unless some lie before zero, where Perfetto has none."""
+    """The time to subtract from all times: 0, unless some are negative, which Perfetto cannot represent."""
     everyone = (*trace.events.values(), *trace.servers.values())
     return min((int(events.start_ns.min(initial=0)) for events in everyone), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Process:
-    """A rank, or a server (whose ``rank`` is -1), as a viewer shows it."""
+    """A rank, or a server (with ``rank`` -1), as a process in the viewer."""
 
     name: str
     rank: int
@@ -130,19 +127,22 @@ class _Process:
 
 
 def _processes(trace: Trace) -> list[_Process]:
-    """Ranks, then servers. No two have the same pid, since viewers would take them for one."""
+    """Ranks, then servers, with unique pids, because viewers merge processes with the same pid."""
     manifest = trace.manifest
     ranks = {info.rank: info for info in manifest.ranks}
     servers = {info.rank: info for info in manifest.servers}
-    found = [
+    listed = [
         *((f"rank {rank}", rank, ranks.get(rank), events) for rank, events in sorted(trace.events.items())),
-        *((f"server {one}", -1, servers.get(one), events) for one, events in sorted(trace.servers.items())),
+        *(
+            (f"server {server}", -1, servers.get(server), events)
+            for server, events in sorted(trace.servers.items())
+        ),
     ]
-    times = Counter(info.pid for _, _, info, _ in found if info is not None)
-    usable = {pid for pid, count in times.items() if count == 1 and 0 < pid < _MOST_PIDS - len(found)}
+    times = Counter(info.pid for _, _, info, _ in listed if info is not None)
+    usable = {pid for pid, count in times.items() if count == 1 and 0 < pid < _MOST_PIDS - len(listed)}
     following = max(usable, default=0)
     processes = []
-    for name, rank, info, events in found:
+    for name, rank, info, events in listed:
         if info is not None and info.pid in usable:
             pid = info.pid
         else:
@@ -181,7 +181,7 @@ class _Writer:
         packet.track_descriptor.uuid = 0
         if "process_ordering" in packet.track_descriptor.DESCRIPTOR.fields_by_name:  # not in older versions
             packet.track_descriptor.process_ordering = packet.track_descriptor.PROCESS_ORDERING_EXPLICIT
-        return self._packets.one(packet)
+        return self._packets.single(packet)
 
     def _process(self, place: int, process: _Process) -> Iterator[Chunk]:
         sequence = _FIRST_PROCESS + place
@@ -196,13 +196,13 @@ class _Writer:
         )  # fmt: skip
         first = self._first_packet(sequence)
         pieces.intern(first.interned_data)
-        yield self._packets.one(first)
-        yield self._packets.one(self._descriptor(sequence, uuid, place, process))
+        yield self._packets.single(first)
+        yield self._packets.single(self._descriptor(sequence, uuid, place, process))
         for number, name in enumerate(tracks.names, uuid + 1):
-            yield self._packets.one(self._track(sequence, number, name, uuid))
+            yield self._packets.single(self._track(sequence, number, name, uuid))
         ends = (
             len(events) + tracks.track[tracks.moves >> 1]
-        )  # behind the events: the end of each track's slices
+        )  # rows after the events: slice ends, one per track
         rows = np.where(tracks.moves & 1, ends, tracks.moves >> 1)
         yield from self._packets.many(sequence, tracks.times_ns, rows, pieces.columns())
 
@@ -229,15 +229,15 @@ class _Writer:
         if not rates:
             return
         event = self._messages.TrackEvent
-        yield self._packets.one(self._first_packet(_LINKS))
+        yield self._packets.single(self._first_packet(_LINKS))
         parent = self._uuids(1 + len(rates))
-        yield self._packets.one(self._track(_LINKS, parent, "links"))
+        yield self._packets.single(self._track(_LINKS, parent, "links"))
         for uuid, ((source, target), (times_ns, gbps)) in enumerate(rates.items(), parent + 1):
             name = f"{clean(source)} to {clean(target)}" if source != target else f"within {clean(source)}"
             packet = self._track(_LINKS, uuid, name, parent)
             packet.track_descriptor.counter.unit_name = "Gbit/s"
             packet.track_descriptor.counter.y_axis_share_key = "links"
-            yield self._packets.one(packet)
+            yield self._packets.single(packet)
             columns = [
                 Column.of_messages(np.full(len(gbps), uuid), self._count),
                 Column.of_messages(gbps, lambda rate: event(double_counter_value=rate)),
@@ -245,7 +245,7 @@ class _Writer:
             yield from self._packets.many(_LINKS, times_ns, np.arange(len(gbps)), columns)
 
     def _marks(self) -> Iterator[Chunk]:
-        """The ends of the arrows whose effect began before its cause."""
+        """Marks at the ends of arrows whose effect began before its cause."""
         numbers = np.flatnonzero(~self._arrows.on_start)
         if not len(numbers):
             return
@@ -258,7 +258,7 @@ class _Writer:
         for value in np.unique(causes).tolist():
             did = "sent" if value % 2 else "arrived last"
             first.interned_data.event_names.add(iid=value + 1, name=f"rank {value // 2} {did}")
-        yield self._packets.one(first)
+        yield self._packets.single(first)
         event = self._messages.TrackEvent
         columns = [
             Column.of_messages(self._track_of_row[self._arrows.effect[numbers]], self._mark),
@@ -280,7 +280,7 @@ class _Writer:
         return self._messages.TracePacket(trusted_packet_sequence_id=sequence)
 
     def _first_packet(self, sequence: int) -> Any:
-        """The packet behind which a sequence's names hold. Its clock is the one that viewers need not convert."""
+        """The first packet of a sequence, which defines its names; its clock needs no conversion by viewers."""
         packet = self._packet(sequence)
         packet.first_packet_on_sequence = True
         packet.sequence_flags = packet.SEQ_INCREMENTAL_STATE_CLEARED
@@ -298,7 +298,7 @@ class _Writer:
         return packet
 
     def _uuids(self, count: int) -> int:
-        """The first of ``count`` numbers for tracks."""
+        """Reserve ``count`` track numbers; returns the first."""
         first = self._next_uuid
         self._next_uuid += count
         return first

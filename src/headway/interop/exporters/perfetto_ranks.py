@@ -1,4 +1,9 @@
-"""What a Perfetto file says of each event of a rank: its track, its name, its annotations, its arrows."""
+"""Builds Perfetto packets for the events of a rank: tracks, names, annotations and arrows, by the million.
+
+Packets that differ in little but their time are assembled from pieces: parts of a TrackEvent, each serialised once by
+Perfetto's classes. Concatenated serialised parts of a message are the serialised message. Only a packet's frame
+(length, time, sequence and flags) is written here.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +22,30 @@ from headway.interop.exporters.rank_tracks import MATCHED, RankTracks, clean, en
 from headway.trace.events import OPTIONAL_COLUMNS, Events, Kind, is_absent
 from headway.trace.format import Trace
 
-AT_ONCE = 20_000  # packets that are put together at once
+AT_ONCE = 20_000  # packets per chunk
 _VARINT, _BYTES = 0, 2  # protobuf's wire types
 _MOST_BYTES = 10  # of a variable-length integer of 64 bits
 
 Pieces = npt.NDArray[np.object_]
 Chunk = tuple[int, bytes]
-"""How many packets, and they themselves."""
+"""The number of packets, and their bytes."""
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
-# Perfetto's packets by the million.
-#
-# Packets that differ in little more than their time are put together from pieces: parts of a TrackEvent that Perfetto's
-# own classes serialised once each. That is sound because serialised parts of a message, put one after the other,
-# are the whole message serialised. Only the frame of a packet (its length, time, sequence and flags) is written here.
-
-
 def protos() -> Any:
-    """Perfetto's classes of messages. Raises UserError where they are not installed."""
+    """Perfetto's message classes. Raises UserError if they are not installed."""
     try:
         return importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     except ImportError:
         raise UserError(
-            "a Perfetto file needs the perfetto package, which is not installed",
+            "Perfetto files need the perfetto package, which is not installed",
             fix=f"Run: {how_to_install('traces')}.",
         ) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One part of many messages: the pieces that there are, their sizes, and which of them each message gets."""
+    """One part of many messages: the distinct pieces, their sizes, and the index of each message's piece."""
 
     pieces: Pieces
     sizes: Ints
@@ -64,30 +62,30 @@ class Column:
     def of_values(
         cls, values: Numbers, present: npt.NDArray[np.bool_], piece: Callable[[Any], bytes]
     ) -> Column:
-        """A column that says each of ``values`` with ``piece``, and nothing where it is not ``present``."""
-        found, places = np.unique(values[present], return_inverse=True)
+        """A column with ``piece(value)`` for each of ``values``, and nothing where it is not ``present``."""
+        distinct, places = np.unique(values[present], return_inverse=True)
         index = np.zeros(len(values), dtype=np.int64)
         index[present] = places + 1
-        return cls.of([b"", *(piece(value) for value in found.tolist())], index)
+        return cls.of([b"", *(piece(value) for value in distinct.tolist())], index)
 
     @classmethod
     def of_messages(cls, values: Numbers, message: Callable[[Any], Any]) -> Column:
-        """A column that says each of ``values``, with the message that ``message`` makes of it."""
+        """A column with the serialised ``message(value)`` for each of ``values``."""
         everywhere = np.ones(len(values), dtype=np.bool_)
         return cls.of_values(values, everywhere, lambda value: bytes(message(value).SerializeToString()))
 
     def followed_by(self, count: int) -> Column:
-        """The same column for ``count`` messages more, which get nothing; the first piece must be nothing."""
+        """This column with ``count`` more messages that get nothing; the first piece must be empty."""
         return Column(self.pieces, self.sizes, np.append(self.index, np.zeros(count, dtype=np.int64)))
 
     def at(self, rows: Ints) -> tuple[Pieces, Ints]:
-        """The pieces of some messages, and their sizes."""
+        """The pieces of the given messages, and their sizes."""
         index = self.index[rows]
         return self.pieces[index], self.sizes[index]
 
 
 def merged(columns: Sequence[Column]) -> Column:
-    """Several columns as one. Messages that get nothing from any of them cost nothing."""
+    """Merge columns into one. Messages with nothing in all of them cost nothing."""
     some = np.flatnonzero(np.logical_or.reduce([column.index > 0 for column in columns]))
     index = np.zeros(len(columns[0].index), dtype=np.int64)
     index[some] = np.arange(1, len(some) + 1)
@@ -96,7 +94,7 @@ def merged(columns: Sequence[Column]) -> Column:
 
 
 class Packets:
-    """Serialises packets of a trace. Times are those of the trace less ``origin_ns``: Perfetto has none below zero."""
+    """Serialises packets. Times are relative to ``origin_ns``, because Perfetto has no negative times."""
 
     def __init__(self, origin_ns: int) -> None:
         self.messages = protos()
@@ -108,33 +106,33 @@ class Packets:
         self._flags = _tag(packet, "sequence_flags", _VARINT) + bytes([packet.SEQ_NEEDS_INCREMENTAL_STATE])
         self._event_tag = _tag(packet, "track_event", _BYTES)
 
-    def one(self, packet: Any) -> Chunk:
+    def single(self, packet: Any) -> Chunk:
         """One whole packet."""
         content: bytes = packet.SerializeToString()
         return 1, self._packet_tag + _varint(len(content)) + content
 
     def many(self, sequence: int, times_ns: Ints, rows: Ints, columns: Sequence[Column]) -> Iterator[Chunk]:
-        """Track events of one sequence: packet i comes at ``times_ns[i]``, made of row ``rows[i]`` of the columns."""
+        """Track events of one sequence: packet i is at ``times_ns[i]`` and has row ``rows[i]`` of the columns."""
         for start in range(0, len(times_ns), AT_ONCE):
-            times, own = times_ns[start : start + AT_ONCE], rows[start : start + AT_ONCE]
-            yield len(times), self._put_together(sequence, times, [column.at(own) for column in columns])
+            times, chosen = times_ns[start : start + AT_ONCE], rows[start : start + AT_ONCE]
+            yield len(times), self._put_together(sequence, times, [column.at(chosen) for column in columns])
 
     def _put_together(self, sequence: int, times_ns: Ints, parts: list[tuple[Pieces, Ints]]) -> bytes:
         lengths = np.add.reduce([sizes for _, sizes in parts])
         times, time_lengths = self._times(times_ns)
         behind_time = _varint(sequence) + self._flags + self._event_tag
-        events, event_lengths = _each(lengths, lambda length: behind_time + _varint(length))
-        whole = time_lengths + event_lengths + lengths
-        heads, _ = _each(whole, lambda length: self._packet_tag + _varint(length))
+        events, event_lengths = _piece_per_value(lengths, lambda length: behind_time + _varint(length))
+        totals = time_lengths + event_lengths + lengths
+        heads, _ = _piece_per_value(totals, lambda length: self._packet_tag + _varint(length))
         table = np.empty((len(times_ns), 3 + len(parts)), dtype=object)
         for place, column in enumerate((heads, times, events, *(pieces for pieces, _ in parts))):
             table[:, place] = column
         return b"".join(table.ravel().tolist())
 
     def _times(self, times_ns: Ints) -> tuple[Pieces, Ints]:
-        """Time fields with the tag of the next field, and their lengths.
+        """Time fields, each followed by the tag of the next field, and their lengths.
 
-        That tag ends each of them, since numpy drops zeros at the end of bytes, and a time of zero is one.
+        The tag is needed because numpy drops trailing zero bytes, and a time of zero is one.
         """
         values = times_ns.astype(np.uint64) - np.uint64(self.origin_ns % 2**64)
         count = np.ones(len(values), dtype=np.int64)
@@ -149,12 +147,12 @@ class Packets:
         return text.view(f"S{text.shape[1]}").ravel().astype(object), count + 2
 
 
-def _each(values: Ints, piece: Callable[[int], bytes]) -> tuple[Pieces, Ints]:
-    """The piece that says each value, and the pieces' lengths."""
-    found, places = np.unique(values, return_inverse=True)
-    pieces = np.empty(len(found), dtype=object)
-    pieces[:] = [piece(value) for value in found.tolist()]
-    return pieces[places], np.array([len(one) for one in pieces], dtype=np.int64)[places]
+def _piece_per_value(values: Ints, piece: Callable[[int], bytes]) -> tuple[Pieces, Ints]:
+    """``piece(value)`` for each value, computed once per distinct value, and the pieces' lengths."""
+    distinct, places = np.unique(values, return_inverse=True)
+    pieces = np.empty(len(distinct), dtype=object)
+    pieces[:] = [piece(value) for value in distinct.tolist()]
+    return pieces[places], np.array([len(content) for content in pieces], dtype=np.int64)[places]
 
 
 def _tag(message: Any, field: str, wire_type: int) -> bytes:
@@ -176,9 +174,9 @@ def _varint(value: int) -> bytes:
 class Arrows:
     """All ranks' communication and the arrows in it.
 
-    ``event`` (one a row of ``rows``) is the event's position among its rank's events, ``members`` how many rows its
-    instance has. Arrows have ``cause`` and ``effect``, which are rows, and ``at_ns``: when the cause began, or the
-    effect where that was later (``on_start``). No arrow goes to what was over before its cause began.
+    For each row of ``rows``, ``event`` is the event's position among its rank's events and ``members`` the number of
+    rows of its instance. Arrows have the rows ``cause`` and ``effect``, and ``at_ns``, the later of their starts:
+    that of the effect if ``on_start``. No arrow leads to an event that ended before its cause began.
     """
 
     rows: Communications
@@ -191,16 +189,15 @@ class Arrows:
 
 
 def find_arrows(trace: Trace) -> Arrows:
-    """Match communication across ranks and find what set what off."""
+    """Match communication across ranks and find causes and effects."""
     rows = match(trace, messages=True)
-    rows = rows.where(np.isin(rows.kind, MATCHED))
-    rows = rows.where(np.isin(rows.kind, MATCHED))  # workers hand gradients to servers, not to each other
+    rows = rows.where(np.isin(rows.kind, MATCHED))  # without pushes and pulls, which end at servers
     event, start, end = [], [], []
     for _, events in sorted(trace.events.items()):  # in the order of the rows
-        own = np.flatnonzero(np.logical_or.reduce([events.kind == kind for kind in MATCHED]))
-        event.append(own)
-        start.append(events.start_ns[own])
-        end.append(ends_ns(events)[own])
+        positions = np.flatnonzero(np.logical_or.reduce([events.kind == kind for kind in MATCHED]))
+        event.append(positions)
+        start.append(events.start_ns[positions])
+        end.append(ends_ns(events)[positions])
     starts, ends = _joined(start), _joined(end)
     members = np.bincount(rows.instance)[rows.instance] if len(rows) else starts
     causing = np.flatnonzero(
@@ -222,7 +219,7 @@ def _joined(parts: list[Ints]) -> Ints:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-NUMBERS = {  # of an annotation, and the column that it says where that is not below zero
+NUMBERS = {  # annotations and their columns, shown where not negative
     "bytes": "size_bytes",
     "bucket": "bucket",
     "peer": "peer",
@@ -232,10 +229,10 @@ TEXTS = ("group", "algorithm")
 
 
 class RankPieces:
-    """The names of one rank, each said once, and the columns of pieces that its packets are made of.
+    """The interned names of one rank, and the columns of pieces that make up its packets.
 
-    ``communication`` are the rows of ``arrows.rows`` that are this rank's. The rank's tracks are numbered from
-    ``first_uuid`` on. Times in annotations are ``origin_ns`` less than in the trace, as those of packets are.
+    ``communication`` are this rank's rows of ``arrows.rows``. Its tracks are numbered from ``first_uuid`` on. Times in
+    annotations are relative to ``origin_ns``, like those of packets.
     """
 
     def __init__(
@@ -258,33 +255,33 @@ class RankPieces:
         self._step = events.step
         present = [name for name in OPTIONAL_COLUMNS if not is_absent(getattr(events, name))]
         self._numbers = NUMBERS | dict(zip(present, present, strict=True))
-        told = events.enqueue_ns != -1
+        has_details = events.enqueue_ns != -1
         for column in self._numbers.values():
-            told |= getattr(events, column) >= 0
+            has_details |= getattr(events, column) >= 0
         for column in TEXTS:
-            told |= getattr(events, column) != ""
-        told[arrows.event[communication]] = True
-        self._told = np.flatnonzero(told)  # the events of which there is more to say than their step
-        self._more = events.where(told)
+            has_details |= getattr(events, column) != ""
+        has_details[arrows.event[communication]] = True
+        self._told = np.flatnonzero(has_details)  # events with more annotations than their step
+        self._more = events.where(has_details)
         self._categories = _numbered(kind for kind, _ in tracks.labels)
         self._titles = _numbered(title for _, title in tracks.labels)
         self._annotations = _numbered(("step", *self._numbers, "enqueue_ns", *TEXTS, "last_rank"))
         self._texts = _numbered(text for name in TEXTS for text in getattr(self._more, name).tolist())
 
     def intern(self, data: Any) -> None:
-        """Say every name in ``data``, an InternedData; packets refer to names by number."""
-        for said, field in (
+        """Add every name to ``data``, an InternedData; packets refer to names by number."""
+        for numbers, field in (
             (self._categories, data.event_categories),
             (self._titles, data.event_names),
             (self._annotations, data.debug_annotation_names),
         ):
-            for text, number in said.items():
+            for text, number in numbers.items():
                 field.add(iid=number, name=clean(text))
         for text, number in self._texts.items():
             data.debug_annotation_string_values.add(iid=number, str=clean(text).encode())
 
     def columns(self) -> list[Column]:
-        """The columns of this rank's events and, behind them, of one end of a slice for each track."""
+        """The columns of this rank's events, followed by one slice end for each track."""
         ends = len(self._tracks.names)
         more = merged([*self._annotation_columns(), *self._arrow_columns()])
         index = np.zeros(len(self._step), dtype=np.int64)
@@ -297,7 +294,7 @@ class RankPieces:
         ]
 
     def _moves(self) -> Column:
-        """What happens and on which track."""
+        """The type and track of each event."""
         event = self._messages.TrackEvent
         pieces = [
             self._piece(type=kind, track_uuid=self._first_uuid + number)
@@ -320,8 +317,8 @@ class RankPieces:
         return Column.of([b"", *pieces], self._tracks.label + 1)
 
     def _annotation_columns(self) -> list[Column]:
-        asked = self._more.enqueue_ns
-        columns = [self._number("enqueue_ns", asked - self._origin_ns, asked != -1)]
+        enqueue_ns = self._more.enqueue_ns
+        columns = [self._number("enqueue_ns", enqueue_ns - self._origin_ns, enqueue_ns != -1)]
         for name, column in self._numbers.items():
             values = getattr(self._more, column)
             columns.append(self._number(name, values, values >= 0))
@@ -329,14 +326,14 @@ class RankPieces:
         return columns
 
     def _arrow_columns(self) -> list[Column]:
-        """The rank that arrived last, what else is the same communication, and the arrows that begin or end here."""
-        arrows, own = self._arrows, self._communication
-        at = np.searchsorted(self._told, arrows.event[own])
-        several = arrows.members[own] > 1
+        """The rank that arrived last, the correlation id of the communication, and the ends of arrows."""
+        arrows, rows = self._arrows, self._communication
+        at = np.searchsorted(self._told, arrows.event[rows])
+        several = arrows.members[rows] > 1
         last, same = (np.full(len(self._told), -1, dtype=np.int64) for _ in range(2))
-        collective = several & (arrows.rows.kind[own] == Kind.COLLECTIVE)
-        last[at[collective]] = arrows.rows.last_rank[own][collective]
-        same[at[several]] = arrows.rows.instance[own][several] + 1
+        collective = several & (arrows.rows.kind[rows] == Kind.COLLECTIVE)
+        last[at[collective]] = arrows.rows.last_rank[rows][collective]
+        same[at[several]] = arrows.rows.instance[rows][several] + 1
         return [
             self._number("last_rank", last, last >= 0),
             Column.of_values(same, same >= 0, lambda value: self._piece(correlation_id=value)),
@@ -345,17 +342,17 @@ class RankPieces:
         ]
 
     def _arrow_ends(self, rows: Ints, numbers: Ints, at: Ints, field: str) -> Column:
-        """The ends, at this rank's events, of the arrows with these ``numbers``, which end at ``rows``."""
+        """The ends at this rank of the arrows ``numbers``, which begin or end at ``rows``."""
         index = np.zeros(len(self._told), dtype=np.int64)
         ends = rows[numbers]
         place = np.searchsorted(self._communication, ends)
-        mine = place < len(self._communication)
-        mine[mine] = self._communication[place[mine]] == ends[mine]
-        order = np.argsort(place[mine], kind="stable")
-        places, flows = place[mine][order], numbers[mine][order] + 1
-        found, firsts = np.unique(places, return_index=True)
-        index[at[found]] = np.arange(1, len(found) + 1)
-        groups = np.split(flows, firsts[1:]) if len(found) else []
+        is_here = place < len(self._communication)
+        is_here[is_here] = self._communication[place[is_here]] == ends[is_here]
+        order = np.argsort(place[is_here], kind="stable")
+        places, flows = place[is_here][order], numbers[is_here][order] + 1
+        distinct, firsts = np.unique(places, return_index=True)
+        index[at[distinct]] = np.arange(1, len(distinct) + 1)
+        groups = np.split(flows, firsts[1:]) if len(distinct) else []
         return Column.of([b"", *(self._piece(**{field: group.tolist()}) for group in groups)], index)
 
     def _number(self, name: str, values: Ints, present: Any) -> Column:
@@ -368,8 +365,8 @@ class RankPieces:
         )
 
     def _annotation(self, name: str, **value: int) -> bytes:
-        said = self._messages.DebugAnnotation(name_iid=self._annotations[name], **value)
-        return self._piece(debug_annotations=[said])
+        annotation = self._messages.DebugAnnotation(name_iid=self._annotations[name], **value)
+        return self._piece(debug_annotations=[annotation])
 
     def _piece(self, **fields: Any) -> bytes:
         content: bytes = self._messages.TrackEvent(**fields).SerializeToString()
@@ -377,5 +374,5 @@ class RankPieces:
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, int]:
-    """Each text's number, from 1; 0 stands for none."""
+    """Number the distinct texts from 1; 0 means none."""
     return {text: number for number, text in enumerate(dict.fromkeys(text for text in texts if text), 1)}

@@ -1,4 +1,9 @@
-"""What one rank's timeline shows: which track each event lies on, and in which order they begin and end."""
+"""Lays out one rank's events on tracks, and orders their beginnings and ends.
+
+A lane is an array of moves ordered by time: ``2 * row`` where the span of that row begins, ``2 * row + 1`` where it
+ends. At equal times a span ends before others begin, the inner before the outer, and an empty span begins and ends in
+immediate succession.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +18,13 @@ from headway.arrays import Ints
 from headway.trace.events import Events, Kind, Stream
 
 MAX_DEPTH = 256  # viewers refuse deeper nesting
-MAX_NESTING_LANES = (
-    8  # what fits into none of so many is not nested any more, so that odd input costs no more
-)
-
-
-# Lanes: spans brought onto tracks, and the order in which they begin and end there.
-#
-# A lane is an array of moves in the order of time: ``2 * row`` where the span of that row begins, ``2 * row + 1``
-# where it ends. Where several moves fall on one moment, a span that ends there ends before others begin, the inner
-# before the outer, and a span of no length begins and ends at once.
+MAX_NESTING_LANES = 8  # spans that fit into none of them are not nested, which bounds the cost of odd input
 
 
 def nesting_lanes(starts: Ints, ends: Ints, inwards: Ints) -> list[Ints]:
-    """Few lanes on which every span lies inside or outside of every other.
+    """Distribute spans over few lanes on which they nest properly.
 
-    Where spans start and end together, the one with the lower ``inwards`` holds the other.
+    Of spans with equal start and end, the one with the lower ``inwards`` is the outer.
     """
     order = np.lexsort((inwards, ~ends, starts))
     lanes: list[tuple[list[tuple[int, int]], array[int]]] = []
@@ -57,7 +53,7 @@ def nesting_lanes(starts: Ints, ends: Ints, inwards: Ints) -> list[Ints]:
 
 
 def disjoint_lanes(starts: Ints, ends: Ints) -> list[Ints]:
-    """As few lanes as there are spans at once, none of which overlaps another on its lane."""
+    """Distribute spans over the fewest lanes on which none overlap."""
     order = np.lexsort((ends, starts))
     lanes: list[array[int]] = []
     busy: list[tuple[int, int]] = []
@@ -75,7 +71,7 @@ def disjoint_lanes(starts: Ints, ends: Ints) -> list[Ints]:
     return [np.array(moves, dtype=np.int64) for moves in lanes]
 
 
-MATCHED = (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE)  # what can be matched across ranks
+MATCHED = (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE)  # kinds that can be matched across ranks
 LONGEST_TEXT = 500
 GRADIENTS, STEPS = "gradients ready", "steps"
 # Viewers sort a rank's tracks by name, which puts the computation above the network.
@@ -96,9 +92,9 @@ _INWARDS = {
 class RankTracks:
     """One rank's events on tracks.
 
-    ``track`` (one an event) are positions in ``names``, ``label`` positions in ``labels``, which are pairs of kind and
-    title. ``moves`` are the beginnings (2 · row) and ends (2 · row + 1) in the order of ``times_ns``; what lies on the
-    track ``instants`` has no end (-1 where there is no such track).
+    For each event, ``track`` is an index into ``names`` and ``label`` one into ``labels``, pairs of kind and title.
+    ``moves`` are the beginnings (2 · row) and ends (2 · row + 1) in the order of ``times_ns``. Events on the track
+    ``instants`` (-1 if there is none) have no end.
     """
 
     names: tuple[str, ...]
@@ -113,7 +109,7 @@ class RankTracks:
 def rank_tracks(events: Events) -> RankTracks:
     """Lay out one rank's events.
 
-    Computation nests; where it cannot, and where communication overlaps, there are further tracks of that stream.
+    Computation is nested; if it cannot be, and if communication overlaps, their stream gets further tracks.
     """
     starts, ends = events.start_ns, ends_ns(events)
     pairs, label = _labels(events)
@@ -130,10 +126,10 @@ def rank_tracks(events: Events) -> RankTracks:
             lanes = disjoint_lanes(starts[rows], ends[rows])
         digits = len(str(len(lanes)))
         for number, lane in enumerate(lanes, 1):
-            own = rows[lane >> 1]
-            track[own] = len(names)
+            lane_rows = rows[lane >> 1]
+            track[lane_rows] = len(names)
             names.append(name if number == 1 else f"{name} {number:0{digits}}")
-            moves.append(2 * own + (lane & 1))
+            moves.append(2 * lane_rows + (lane & 1))
     instants = -1
     if instant.any():
         instants = len(names)
@@ -147,13 +143,13 @@ def rank_tracks(events: Events) -> RankTracks:
 
 
 def ends_ns(events: Events) -> Ints:
-    """When each event ended; at the end of countable time where that would be later."""
+    """When each event ended, limited to the largest 64-bit time."""
     ends = events.end_ns
     return np.where(ends < events.start_ns, np.iinfo(np.int64).max, ends)
 
 
 def clean(text: object) -> str:
-    """``text`` with what cannot be printed (control characters, halves of surrogates) escaped, and not too long."""
+    """``text`` with unprintable characters escaped, cut to LONGEST_TEXT characters."""
     if not isinstance(text, str):
         return ""
     if not text.isprintable():
@@ -164,7 +160,7 @@ def clean(text: object) -> str:
 
 
 def title(kind: str, name: str) -> str:
-    """How an event is called: "forward layer1", "optimizer SGD", "all_reduce"; ``name`` of a step is its number."""
+    """An event's title, such as "forward layer1", "optimizer SGD" or "all_reduce"; a step's ``name`` is its number."""
     words = kind.replace("_", " ")
     if name and (kind in _BY_NAME_ALONE or name.startswith(f"{words} ")):
         return name
@@ -187,7 +183,7 @@ def _labels(events: Events) -> tuple[list[tuple[str, str]], Ints]:
 
 
 def _groups(events: Events, instant: npt.NDArray[np.bool_]) -> list[tuple[str, Ints, bool]]:
-    """Name, rows and whether they nest, of every group of events that has tracks of its own."""
+    """The groups of events with separate tracks: name, rows, and whether they nest."""
     steps = events.kind == Kind.STEP
     network = events.stream == Stream.COMMUNICATION
     for kind in MATCHED:

@@ -1,4 +1,4 @@
-"""Finding and opening what is to be imported: a file, a folder, or an archive; gzip unpacked, all bounded."""
+"""Finds and opens the files to import: a file, folder or archive, with gzip unpacked and all sizes bounded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ENDLESS_NUMBER = re.compile(rb"\d{64}")
 
 @dataclass(frozen=True)
 class Member:
-    """A member. ``refused`` says why it is not to be read, if it is not; ``size_bytes`` is what is stored of it."""
+    """A member of an archive. ``size_bytes`` is its stored size; ``refused`` says why it must not be read, or ""."""
 
     name: str
     size_bytes: int
@@ -43,15 +43,15 @@ class Member:
 
 
 def members(path: Path, stack: ExitStack) -> Iterator[Member]:
-    """The files in the archive ``path``, which stays open as long as ``stack``.
+    """Iterate over the files in the archive ``path``, which stays open as long as ``stack``.
 
-    Raises TraceError where it would unpack to far more than traces do, and what zipfile and tarfile raise of damage.
+    Raises TraceError if it would unpack to an implausible size, and zipfile's or tarfile's errors if it is damaged.
     """
     return _zipped(path, stack) if path.suffix.lower() == ".zip" else _tarred(path, stack)
 
 
 def climbs_out(name: str) -> bool:
-    """Whether an archive's member would lie outside of the archive's folder if it were unpacked."""
+    """Whether unpacking a member of this name would write outside the archive's folder."""
     path = PurePosixPath(name.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or (name[1:2] == ":" and name[0].isalpha())
 
@@ -96,16 +96,16 @@ def _tarred(path: Path, stack: ExitStack) -> Iterator[Member]:
 def _member(name: str, size_bytes: int, opened: Callable[[], IO[bytes]], regular: bool) -> Member:
     refused = ""
     if climbs_out(name):
-        refused = "would lie outside of it"
+        refused = "would unpack outside the archive's folder"
     elif not regular:
-        refused = "is no plain file"
+        refused = "is not a regular file"
     return Member(name, size_bytes, opened, refused)
 
 
 def _check_size(path: Path, stored_bytes: int, unpacked_bytes: int) -> None:
     if unpacked_bytes > most_bytes(stored_bytes):
         raise TraceError(
-            f"{path} unpacks to far more than traces do",
+            f"{path} is too large when unpacked",
             got=f"{unpacked_bytes} bytes from {stored_bytes}",
             expected=f"at most {most_bytes(stored_bytes)}",
             fix=TO_RAISE_IT,
@@ -113,9 +113,9 @@ def _check_size(path: Path, stored_bytes: int, unpacked_bytes: int) -> None:
 
 
 def _unpacked(path: Path, file: IO[bytes], stack: ExitStack) -> tuple[IO[bytes], Exception | None]:
-    """A compressed tar, unpacked into a file without a name, and what is wrong with its end.
+    """Decompress a tar into an anonymous temporary file; also returns the error at its end, if any.
 
-    Its members are read in the order of their names, which would unpack it from its beginning again and again.
+    Members are read in the order of their names; seeking in a compressed file would restart decompression each time.
     """
     unpacked = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
     total_bytes = 0
@@ -134,12 +134,12 @@ def _unpacked(path: Path, file: IO[bytes], stack: ExitStack) -> tuple[IO[bytes],
 
 
 class _Headers(io.RawIOBase):
-    """What tarfile reads a tar's headers from; it would take any length that a header states for granted."""
+    """A tar file for tarfile's header reads; bounds the lengths that headers claim, which tarfile trusts."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
         self._file = file
-        self.member_bytes = 0  # read of the member that is looked at
+        self.member_bytes = 0  # read so far from the current member's headers
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return self._file.seek(offset, whence)
@@ -152,10 +152,8 @@ class _Headers(io.RawIOBase):
         if size < 0 or self.member_bytes > _HEADER_BYTES:
             raise tarfile.ReadError("a header is too long")
         data = self._file.read(size)
-        if _ENDLESS_NUMBER.search(
-            data
-        ):  # it takes tarfile the square of its length to see that it is no length
-            raise tarfile.ReadError("a header with an endless number")
+        if _ENDLESS_NUMBER.search(data):  # tarfile would parse it in quadratic time
+            raise tarfile.ReadError("a header contains an endless number")
         return data
 
 
@@ -170,7 +168,7 @@ class _Slice(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read on. Raises EOFError where the file ends before the stretch does."""
+        """Read the next bytes. Raises EOFError if the file ends before the stretch does."""
         self._file.seek(self._offset)
         data = self._file.read(min(len(buffer), self._left))
         if not data and self._left and len(buffer):
@@ -188,13 +186,13 @@ def _slice(file: IO[bytes], offset: int, size: int) -> IO[bytes]:
 MAX_DOCUMENTS = 100_000
 MAX_DOCUMENT_BYTES = 4 * 2**30
 _BROKEN = (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile, LZMAError)
-# What zipfile and tarfile raise besides of passwords, unknown methods, and offsets and names that cannot be.
+# zipfile and tarfile also raise these: for passwords, unknown methods, and impossible offsets and names.
 _CLOSED = (*_BROKEN, RuntimeError, ValueError, LookupError, ArithmeticError, struct.error, AssertionError)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A file that may hold a document. ``open`` gives its bytes as stored; ``path`` is None inside archives."""
+    """A candidate file. ``open`` gives its stored bytes; ``path`` is None inside archives."""
 
     name: str
     size_bytes: int
@@ -203,7 +201,7 @@ class Found:
 
 
 class Sources:
-    """What ``source`` holds. A context: archives stay open inside it. ``left_out`` says what was refused, leniently."""
+    """The files of ``source``; a context that keeps archives open. ``left_out`` notes what ``lenient`` skipped."""
 
     def __init__(self, source: Path, *, lenient: bool = False) -> None:
         self._source = source
@@ -218,26 +216,26 @@ class Sources:
         self._stack.close()
 
     def find(self) -> list[Found]:
-        """Every regular file of the source, in the order of their names.
+        """List the regular files in natural order of their names.
 
-        Raises TraceError where there is none, or an archive is damaged or has members that would lie outside of it.
+        Raises TraceError if there are none, or if an archive is damaged or has members outside its folder.
         """
         source = self._source
         try:
             if source.is_dir():
-                found = list(self._in_folder(source))
+                files = list(self._in_folder(source))
             elif source.name.lower().endswith(ENDINGS) and source.is_file():
-                found = list(self._in_archive(source))
+                files = list(self._in_archive(source))
             elif source.is_file():
-                found = [on_disk(source)]
+                files = [on_disk(source)]
             else:
-                raise TraceError("nothing to import", got=source, expected="a file or a folder that exists")
+                raise TraceError("nothing to import", got=source, expected="an existing file or folder")
         except OSError as failure:
             raise TraceError(f"{source} cannot be read", got=failure.strerror or failure) from None
-        if not found:
-            left_out = f" that can be read; left out: {self.left_out[0]}" if self.left_out else ""
-            raise TraceError("nothing to import", got=f"{source}, which holds no file{left_out}")
-        return sorted(found, key=lambda one: _natural(one.name))
+        if not files:
+            left_out = f" readable file; left out: {self.left_out[0]}" if self.left_out else " file"
+            raise TraceError("nothing to import", got=f"{source} contains no{left_out}")
+        return sorted(files, key=lambda file: _natural(file.name))
 
     def _in_folder(self, folder: Path) -> Iterator[Found]:
         number = 0
@@ -270,20 +268,20 @@ class Sources:
 
     def _refuse(self, what: str, got: object) -> None:
         refusal = TraceError(
-            what, got=got, fix="Make the archive again, or pass --lenient to leave that out."
+            what, got=got, fix="Create the archive again, or pass --lenient to skip this member."
         )
         if not self._lenient:
             raise refusal
         self.left_out.append(str(refusal))
 
 
-def head_of(found: Found) -> bytes:
-    """The first SNIFFED_BYTES bytes, unpacked; fewer where the file is damaged.
+def head_of(source: Found) -> bytes:
+    """The first SNIFFED_BYTES unpacked bytes; fewer if the file is damaged.
 
-    Raises TraceError where none can be read.
+    Raises TraceError if none can be read.
     """
     head = bytearray()
-    with _opened(found) as file:
+    with _opened(source) as file:
         try:
             for piece in pieces(file):
                 head += piece
@@ -295,22 +293,22 @@ def head_of(found: Found) -> bytes:
     return _utf8(bytes(head[:SNIFFED_BYTES]))
 
 
-def read_document(found: Found, *, lenient: bool = False) -> Document:
-    """Read a file whole, unpacked where it is gzip.
+def read_document(source: Found, *, lenient: bool = False) -> Document:
+    """Read a complete file, decompressing gzip.
 
-    Raises TraceError where it cannot be read, or unpacks to more than a trace does. What is wrong with its end
-    stands in the document, for readers to judge.
+    Raises TraceError if it cannot be read or is implausibly large. Damage at its end is noted in the document,
+    for readers to judge.
     """
-    limit_bytes = min(MAX_DOCUMENT_BYTES, most_bytes(found.size_bytes))
-    data = BytesIO()  # gives what it holds without another copy
+    limit_bytes = min(MAX_DOCUMENT_BYTES, most_bytes(source.size_bytes))
+    data = BytesIO()  # getvalue() does not copy
     ending = ""
-    with _opened(found) as file:
+    with _opened(source) as file:
         try:
             for piece in pieces(file):
                 if data.tell() + len(piece) > limit_bytes:
                     raise TraceError(
-                        f"{found.name} is too large for a trace",
-                        got=f"more than {limit_bytes} bytes from {found.size_bytes}",
+                        f"{source.name} is too large when unpacked",
+                        got=f"more than {limit_bytes} bytes from {source.size_bytes}",
                         fix=TO_RAISE_IT,
                     )
                 data.write(piece)
@@ -318,11 +316,11 @@ def read_document(found: Found, *, lenient: bool = False) -> Document:
             ending = "the file is truncated"
         except _BROKEN as failure:
             ending = f"the file is damaged ({failure})"
-    return Document(found.name, _utf8(data.getvalue()), ending, lenient)
+    return Document(source.name, _utf8(data.getvalue()), ending, lenient)
 
 
 def _utf8(data: bytes) -> bytes:
-    """Text with a byte order mark, as Windows writes it, in UTF-8 without one; everything else as it is."""
+    """Convert text with a byte order mark to plain UTF-8; leave all other bytes alone."""
     if data.startswith(codecs.BOM_UTF8):
         return data[len(codecs.BOM_UTF8) :]
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -331,35 +329,39 @@ def _utf8(data: bytes) -> bytes:
 
 
 @contextmanager
-def _opened(found: Found) -> Iterator[IO[bytes]]:
-    """Open a file; what goes wrong inside of the block becomes a TraceError too."""
+def _opened(source: Found) -> Iterator[IO[bytes]]:
+    """Open a file; read errors inside the block become TraceErrors."""
     try:
-        with found.open() as file:
+        with source.open() as file:
             yield file
     except (*_CLOSED, OSError) as failure:
         if isinstance(failure, TraceError):
             raise
         reason = getattr(failure, "strerror", None) or str(failure) or "a truncated file"
-        raise TraceError(f"{found.name} cannot be read", got=reason) from None
+        raise TraceError(f"{source.name} cannot be read", got=reason) from None
 
 
 def on_disk(path: Path) -> Found:
-    """A file by itself. Raises OSError where it is not there."""
+    """A file outside archives. Raises OSError if it does not exist."""
     return Found(shown(path), path.stat().st_size, lambda: path.open("rb"), path)
 
 
 def shown(name: object) -> str:
-    """A file's name as text that can be written: bytes of it that are no text are spelt out."""
+    """A printable file name, with undecodable bytes escaped."""
     return str(name).encode(errors="backslashreplace").decode()
 
 
 def _check_count(number: int, where: Path) -> None:
     if number >= MAX_DOCUMENTS:
-        raise TraceError(f"{where} holds too many files", got=f"more than {MAX_DOCUMENTS}")
+        raise TraceError(
+            f"{where} contains too many files",
+            got=f"more than {MAX_DOCUMENTS}",
+            expected=f"at most {MAX_DOCUMENTS}",
+        )
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts rank 10 after rank 9."""
+    """A sort key that puts rank 10 after rank 9."""
     parts: list[tuple[int, int, str]] = []
     digits = ""
     for character in f"{name}\0":

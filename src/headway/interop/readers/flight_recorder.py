@@ -1,7 +1,7 @@
-"""PyTorch's flight recorder, as JSON: which collectives a rank asked for, of which group, how large, and when it asked.
+"""Reads JSON dumps of PyTorch's flight recorder: each rank's collectives with group, size and launch time.
 
-Other than the profiler it knows a group's name and the sequence number within it, also of Gloo. It does not know when
-Gloo's collectives ran, and of Gloo's messages it knows nothing. Its default dump is a pickle, which is never opened.
+Unlike the profiler it records group names and sequence numbers, for Gloo too. It lacks the run times of Gloo's
+collectives, and all of Gloo's messages. Its default dump is a pickle, which is never opened.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ from headway.interop.readers.ranks import rank_in_name
 from headway.interop.readers.torch_json import (
     MESSAGES,
     UNREADABLE,
+    bounded_int,
     ints,
     item_bytes,
     member,
     plain_name,
     ranks_of,
     salvaged,
-    whole,
 )
 from headway.trace.events import texts
 
-LACKS = (
-    "A flight recorder says what was launched, not what ran when: import it together with the Kineto trace of the same "
-    "rank."
-)
+LACKS = "A flight recorder lists launches, not run times: import it together with the Kineto trace of the same rank."
 
 _OWN_KEYS = (b'"pg_status"', b'"nccl_comm_state"', b'"comm_lib_version"', b'"nccl_version"')
 _PICKLED_KEYS = (b"pg_config", b"pg_status", b"nccl_comm_state", b"collective_seq_id", b"profiling_name")
@@ -48,24 +45,24 @@ _OPERATION = re.compile(r"^(?:[\w.]+:)?(\w+)(?:\s+(\d{1,7})\s*(?:->|<-)\s*(\d{1,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
-    """What one rank asked for as columns, one row a collective or message, in the order in which it asked.
+class LaunchedCommunication:
+    """One rank's launches as columns: one row per collective or message, in launch order.
 
-    ``size_bytes`` is the whole tensor's. "" and -1 stand for what is not told.
+    ``size_bytes`` is the whole tensor's. "" and -1 mean unknown.
     """
 
     group: Texts
-    description: Texts  # the group's own words for itself
+    description: Texts  # the group's description
     sequence: Ints  # its index in its group, equal on all members; messages are counted separately
-    operation: Ints  # counts what the group was asked for, messages and parts of batches included
-    name: Texts  # as torch.distributed calls it; Gloo announces a reduce_scatter as an all_reduce
+    operation: Ints  # counts the group's launches, messages and parts of coalesced operations included
+    name: Texts  # as torch.distributed calls it; Gloo records a reduce_scatter as an all_reduce
     dtype: Texts
     size_bytes: Ints
-    created_ns: Ints  # when it was asked for, on the host's wall clock
+    created_ns: Ints  # launch time on the host's wall clock
     message: npt.NDArray[np.bool_]  # whether it is a send or receive
-    peer: Ints  # a message's other end: a rank where the group's ranks are known, else its place in the group
-    groups: dict[str, tuple[int, ...]]  # process groups' ranks, where they are told (not of Gloo)
-    dropped: int = 0  # entries that could not be read
+    peer: Ints  # a message's other end: its rank if the group's ranks are known, else its index in the group
+    groups: dict[str, tuple[int, ...]]  # process groups' ranks, if known (not for Gloo)
+    dropped: int = 0  # unreadable entries
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -93,7 +90,7 @@ class _Document(msgspec.Struct, frozen=True):
 
 
 class _Row(NamedTuple):
-    """One entry. ``own`` and ``other`` are a message's ends by their places in the group."""
+    """One entry. ``own_place`` and ``peer_place`` are the indices of a message's ends in the group."""
 
     group: str
     description: str
@@ -104,12 +101,12 @@ class _Row(NamedTuple):
     size_bytes: int
     created_ns: int
     message: bool
-    own: int
-    other: int
+    own_place: int
+    peer_place: int
 
 
 def recognises(name: str, head: bytes) -> bool:
-    """Whether a document is a dump of the flight recorder: as JSON, or as the pickle that :func:`read` refuses."""
+    """Whether a document is a flight-recorder dump: JSON, or the pickle that :func:`read` refuses."""
     if head.startswith(_PICKLE):
         return any(key in head for key in _PICKLED_KEYS)
     if head.lstrip()[:1] != b"{" or b'"traceEvents"' in head:
@@ -118,13 +115,13 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
-    """Read what a rank asked for. Raises TraceError where the dump is a pickle, or damaged."""
+    """Read a rank's launches. Raises TraceError if the dump is a pickle or damaged."""
     if document.data.startswith(_PICKLE):
         raise TraceError(
-            f"{document.name} is a pickle, which is never opened: it could run any program",
+            f"{document.name} is a pickle, which is never opened because it can execute code",
             expected="the flight recorder's dump as JSON",
-            fix='Write one with open(path, "wb").write(torch._C._distributed_c10d._dump_fr_trace_json()), '
-            "on NCCL _dump_nccl_trace_json().",
+            fix='Write JSON with open(path, "wb").write(torch._C._distributed_c10d._dump_fr_trace_json()), '
+            "or _dump_nccl_trace_json() under NCCL.",
         )
     entries, groups, dropped = _entries(document)
     rows = []
@@ -136,7 +133,7 @@ def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
             dropped += 1
         else:
             raise damaged(document, f"an entry {_shown(entry)}", expected="a group, a name, and a time")
-    notes = [f"{document.name} is damaged: {dropped} of its entries could not be read."] if dropped else []
+    notes = [f"{document.name} is damaged: {dropped} entries could not be read."] if dropped else []
     notes += [f"{document.name}: {document.ending}"] if document.ending else []
     content = _columns(rows, groups, dropped, tuple(notes))
     rank = rank_in_name(document.name)
@@ -147,14 +144,14 @@ def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
 
 
 def _entries(document: Document) -> tuple[list[_Entry], dict[str, tuple[int, ...]], int]:
-    """The entries, the groups' ranks, and how many entries could not be read."""
+    """The entries, the groups' ranks, and the number of unreadable entries."""
     if document.ending and not document.lenient:
         raise damaged(document, document.ending)
     try:
         whole_document = msgspec.json.decode(document.data, type=_Document)
     except UNREADABLE as failure:
         if not document.lenient:
-            raise damaged(document, failure, expected="a whole dump of the flight recorder") from None
+            raise damaged(document, failure, expected="a complete dump of the flight recorder") from None
         entries, dropped = salvaged(document.data, b'"entries"', _ITEM, _entry_of)
         return entries, {}, dropped
     if len(whole_document.entries) > MAX_EVENTS:
@@ -176,12 +173,12 @@ def _entry_of(value: Any) -> _Entry | None:
 
 
 def _groups(stated: object) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for name, one in stated.items() if isinstance(stated, dict) else ():
-        ranks = ranks_of(one.get("ranks")) if isinstance(one, dict) and isinstance(name, str) else ()
+    groups = {}
+    for name, group in stated.items() if isinstance(stated, dict) else ():
+        ranks = ranks_of(group.get("ranks")) if isinstance(group, dict) and isinstance(name, str) else ()
         if ranks:
-            found[name] = ranks
-    return found
+            groups[name] = ranks
+    return groups
 
 
 def _shown(entry: _Entry) -> str:
@@ -191,69 +188,79 @@ def _shown(entry: _Entry) -> str:
 
 
 def _row(entry: _Entry, groups: dict[str, tuple[int, ...]]) -> _Row | None:
-    """An entry's row, or None where it lacks what every entry has."""
+    """An entry's row, or None if it lacks a required field."""
     named = _OPERATION.match(entry.profiling_name) if isinstance(entry.profiling_name, str) else None
-    group, created_ns = entry.process_group, whole(entry.time_created_ns)
+    group, created_ns = entry.process_group, bounded_int(entry.time_created_ns)
     if named is None or created_ns < 0 or not isinstance(group, list) or not group:
         return None
     name = plain_name(named[1])
     message = name in MESSAGES or entry.is_p2p is True
-    sequence = whole(entry.p2p_seq_id if message else entry.collective_seq_id)
+    sequence = bounded_int(entry.p2p_seq_id if message else entry.collective_seq_id)
     if sequence < 0 or not all(isinstance(text, str) for text in group[:2]):
         return None
-    dtypes = [one for one in (entry.input_dtypes, entry.output_dtypes) if isinstance(one, list) and one]
+    dtypes = [
+        types for types in (entry.input_dtypes, entry.output_dtypes) if isinstance(types, list) and types
+    ]
     return _Row(
         group=group[0],
         description=group[1] if len(group) > 1 else "",
         sequence=sequence,
-        operation=whole(entry.op_id),
+        operation=bounded_int(entry.op_id),
         name=name,
         dtype=dtypes[0][0] if dtypes and isinstance(dtypes[0][0], str) else "",
         size_bytes=_size_bytes(name, entry, len(groups.get(group[0], ()))),
         created_ns=created_ns,
         message=message,
-        own=int(named[2] or -1),
-        other=int(named[3] or -1),
+        own_place=int(named[2] or -1),
+        peer_place=int(named[3] or -1),
     )
 
 
 def _size_bytes(name: str, entry: _Entry, members: int) -> int:
-    """The whole tensor's size. Only the root of a gather or scatter states it; the others state their share."""
+    """The whole tensor's size. In a gather or scatter only the root records it; other ranks record their share."""
     if name == "barrier":
         return 0
-    given = _bytes(entry.input_sizes, entry.input_dtypes)
-    made = _bytes(entry.output_sizes, entry.output_dtypes or entry.input_dtypes)
-    if name in ("gather", "scatter") and min(given, made) <= 0:
-        return max(given, made) * members if members and max(given, made) > 0 else -1
-    return max(given, made)
+    input_bytes = _bytes(entry.input_sizes, entry.input_dtypes)
+    output_bytes = _bytes(entry.output_sizes, entry.output_dtypes or entry.input_dtypes)
+    if name in ("gather", "scatter") and min(input_bytes, output_bytes) <= 0:
+        return (
+            max(input_bytes, output_bytes) * members if members and max(input_bytes, output_bytes) > 0 else -1
+        )
+    return max(input_bytes, output_bytes)
 
 
 def _bytes(shapes: Any, dtypes: Any) -> int:
-    """What tensors of these shapes hold; -1 where a shape or type cannot be read, or there is none."""
+    """The total size of tensors of these shapes and types; -1 if any is missing or unreadable."""
     if not isinstance(shapes, list) or not isinstance(dtypes, list) or not shapes or not dtypes:
         return -1
     total = 0
     for index, shape in enumerate(shapes):
-        each = item_bytes(dtypes[min(index, len(dtypes) - 1)])
-        if each < 0 or not isinstance(shape, list) or any(whole(dim, 2**40) < 0 for dim in shape[:16]):
+        element_bytes = item_bytes(dtypes[min(index, len(dtypes) - 1)])
+        if (
+            element_bytes < 0
+            or not isinstance(shape, list)
+            or any(bounded_int(dim, 2**40) < 0 for dim in shape[:16])
+        ):
             return -1
-        total += prod(shape[:16]) * each
+        total += prod(shape[:16]) * element_bytes
     return total if total <= 2**62 else -1
 
 
 def _own_rank(rows: Sequence[_Row], groups: dict[str, tuple[int, ...]]) -> int | None:
-    """The rank that messages name as their own end ("send 1->2"), where the groups' ranks are known."""
+    """This rank as its messages name it ("send 1->2"); None if ambiguous or the groups' ranks are unknown."""
     claims = Counter(
-        groups[row.group][row.own] for row in rows if 0 <= row.own < len(groups.get(row.group, ()))
+        groups[row.group][row.own_place]
+        for row in rows
+        if 0 <= row.own_place < len(groups.get(row.group, ()))
     )
     return next(iter(claims)) if len(claims) == 1 else None
 
 
 def _columns(
     rows: list[_Row], groups: dict[str, tuple[int, ...]], dropped: int, notes: tuple[str, ...]
-) -> Recorded:
+) -> LaunchedCommunication:
     rows = sorted(rows, key=lambda row: row.created_ns)
-    return Recorded(
+    return LaunchedCommunication(
         group=texts([row.group for row in rows]),
         description=texts([row.description for row in rows]),
         sequence=ints([row.sequence for row in rows]),
@@ -263,7 +270,7 @@ def _columns(
         size_bytes=ints([row.size_bytes for row in rows]),
         created_ns=ints([row.created_ns for row in rows]),
         message=np.array([row.message for row in rows], dtype=bool),
-        peer=ints([member(groups.get(row.group, ()), row.other) for row in rows]),
+        peer=ints([member(groups.get(row.group, ()), row.peer_place) for row in rows]),
         groups=groups,
         dropped=dropped,
         notes=notes,

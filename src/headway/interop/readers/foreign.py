@@ -74,5 +74,5 @@ def damaged(document: Document, got: object, *, expected: str = "") -> TraceErro
         f"{document.name} is damaged",
         got=got,
         expected=expected,
-        fix="Copy it again or record again, or pass --lenient to keep what can be kept.",
+        fix="Copy or record it again, or pass --lenient to salvage what is readable.",
     )

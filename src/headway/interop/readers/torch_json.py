@@ -1,4 +1,4 @@
-"""What PyTorch's JSON documents have in common: names of operations, sizes of elements, and lists that broke off."""
+"""Shared parsing of PyTorch's JSON recordings: operation names, element sizes, group ranks, damaged lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.arrays import Ints
 from headway.trace.format import MAX_WORLD_SIZE
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
-"""What decoders raise of text that is no JSON, of another shape, of endless depth or of endless numbers."""
+"""Decoders raise these for invalid JSON, another schema, and endless nesting or numbers."""
 
 COLLECTIVES = frozenset(
     [
@@ -41,8 +41,8 @@ _ITEM_BYTES = {
     "unsigned char": 1, "signed char": 1, "long int": 8, "c10::half": 2, "c10::bfloat16": 2,
     "float8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2fnuz": 1, "float8_e4m3fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
-_MOST_FAILURES = 1000  # stretches of a damaged list that are tried
-_MOST_WASTED = 4  # times the document's length that may be read in vain
+_MOST_FAILURES = 1000  # unreadable stretches before salvaging gives up
+_MOST_WASTED = 4  # limit on failed reading, in document lengths
 
 _Item = TypeVar("_Item")
 
@@ -58,12 +58,12 @@ def plain_name(name: str) -> str:
 
 
 def item_bytes(dtype: object) -> int:
-    """How large one element is, by any of the names that PyTorch gives its type; -1 for others."""
+    """The size of one element of ``dtype``, under any of PyTorch's names; -1 if unknown."""
     return _ITEM_BYTES.get(dtype.lower(), -1) if isinstance(dtype, str) else -1
 
 
-def whole(value: object, high: int = 2**62) -> int:
-    """``value`` where it is an integer from 0 to ``high``, else -1."""
+def bounded_int(value: object, high: int = 2**62) -> int:
+    """``value`` if it is an integer from 0 to ``high``, else -1."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= high else -1
 
 
@@ -73,13 +73,13 @@ def ints(values: Sequence[int]) -> Ints:
 
 
 def ranks_of(stated: object, size: object = None) -> tuple[int, ...]:
-    """A group's ranks, from a list or its text; an empty one stands for all ``size`` ranks. None where unreadable.
+    """A group's ranks from a list or its text; an empty list means all ``size`` ranks. () if unreadable.
 
-    The profiler leaves out the middle of a long list: "[0, 8, ..., 248]". It is filled in where ranks are evenly apart.
+    The profiler abbreviates long lists, as in "[0, 8, ..., 248]"; evenly spaced ranks are filled in.
     """
     if isinstance(stated, str):
         if ", ...," in stated:
-            return _without_gap(stated, whole(size, MAX_WORLD_SIZE))
+            return _without_gap(stated, bounded_int(size, MAX_WORLD_SIZE))
         try:
             stated = msgspec.json.decode(stated)
         except UNREADABLE:
@@ -87,8 +87,8 @@ def ranks_of(stated: object, size: object = None) -> tuple[int, ...]:
     if not isinstance(stated, list) or len(stated) > MAX_WORLD_SIZE:
         return ()
     if not stated:
-        return tuple(range(max(whole(size, MAX_WORLD_SIZE), 0)))
-    ranks = tuple(whole(rank, MAX_WORLD_SIZE - 1) for rank in stated)
+        return tuple(range(max(bounded_int(size, MAX_WORLD_SIZE), 0)))
+    ranks = tuple(bounded_int(rank, MAX_WORLD_SIZE - 1) for rank in stated)
     return () if -1 in ranks else ranks
 
 
@@ -103,16 +103,16 @@ def _without_gap(stated: str, size: int) -> tuple[int, ...]:
 
 
 def member(ranks: Sequence[int], index: int) -> int:
-    """The rank of a group's member, or ``index`` itself where the group's ranks are not known."""
+    """The rank of a group's member, or ``index`` itself if the group's ranks are unknown."""
     return ranks[index] if 0 <= index < len(ranks) else index
 
 
 def salvaged(
     data: bytes, key: bytes, start: re.Pattern[str], read: Callable[[Any], _Item | None]
 ) -> tuple[list[_Item], int]:
-    """What can be read of the list that ``key`` names in a damaged document; how many stretches of it cannot.
+    """Salvage items of the list ``key`` from a damaged document; also counts the unreadable stretches.
 
-    ``start`` finds where an item may begin; ``read`` makes something of one, or None.
+    ``start`` finds where an item may begin; ``read`` converts an item, or returns None.
     """
     begin = data.find(key)
     text = data[begin:].decode(errors="replace") if begin >= 0 else ""

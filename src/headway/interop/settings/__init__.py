@@ -1,1 +1,1 @@
-"""Plans as settings of stock tools: one file a tool, each of which turns a plan into a value."""
+"""Exports plans as settings of other tools, one module per tool."""

@@ -1,12 +1,12 @@
-"""Plans as arguments and hooks of torch's DistributedDataParallel."""
+"""Exports plans as arguments and hooks of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headway.errors import PlanError
-from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
-from headway.interop.settings.python_passes import in_torch, literal, python_file
+from headway.interop.settings.python_passes import literal, python_file, torch_code
+from headway.interop.settings.request import Bucketed, SettingsRequest, bucketed, one_wire, unexpressed
 from headway.scheduling.fusion import MIB, bucket_caps_mb
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -17,7 +17,7 @@ DDP = "DDP"
 FILE = "ddp_settings.py"
 HOOKS_OF = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 HOOKS = {"float16": "fp16_compress_hook", "bfloat16": "bf16_compress_hook"}
-"""Torch's hooks that do what a wire type says, within its rounding: they cast before they divide by the world size."""
+"""Torch's hooks for each wire type. They match it up to rounding: they cast before dividing by the world size."""
 
 _WRAP = """
 from torch.nn.parallel import DistributedDataParallel
@@ -26,100 +26,99 @@ ARGUMENTS = {arguments}
 {passes}
 
 def wrap(module, **options):
-    \"\"\"The module in DistributedDataParallel, with these arguments in the place of the same in `options`.\"\"\"
+    \"\"\"Wrap the module in DistributedDataParallel; ARGUMENTS override `options`.\"\"\"
 {prepare}    wrapped = DistributedDataParallel(module, **{{**options, **ARGUMENTS}}){hook}
     return wrapped
 """
 
 
-def settings(asked: Asked) -> Settings:
-    """DDP's arguments for a plan of buckets.
+def settings(request: SettingsRequest) -> Settings:
+    """DDP's arguments for a plan with buckets.
 
-    Raises PlanError for other plans, and for buckets by name where no model says how large they are.
+    Raises PlanError for other plans, and for buckets of named parameters if their sizes are unknown.
     """
     kinds = (DistributedDataParallelStrategy, ParameterServerStrategy, DecoupledStrategy)
-    strategy = bucketed(asked, DDP, kinds)
+    strategy = bucketed(request, DDP, kinds)
     if strategy is None:
-        asked.refuse(DDP, "a strategy along data: DDP knows no stages")
-    arguments, lacks = _arguments(asked, strategy)
+        request.refuse(DDP, "a strategy along data: DDP has no stages")
+    arguments, lacks = _arguments(request, strategy)
     hook, lost = _hook(strategy)
-    told = in_torch(asked.plan.passes)
-    lacks += [*of_pipeline(asked), *lost, *unexpressed(asked, told.lacks)]
-    gist = ", ".join([_gist(arguments), *told.gists]) + (f", and the hook {hook}" if hook else "")
+    in_script = torch_code(request.plan.passes)
+    lacks += [*of_pipeline(request), *lost, *unexpressed(request, in_script.lacks)]
+    gist = ", ".join([_gist(arguments), *in_script.gists]) + (f", and the hook {hook}" if hook else "")
     body = _WRAP.format(
         arguments=literal(arguments),
-        imports=told.imports + (f"from {HOOKS_OF} import {hook}\n" if hook else ""),
-        passes=told.code,
-        prepare=told.call("module"),
+        imports=in_script.imports + (f"from {HOOKS_OF} import {hook}\n" if hook else ""),
+        passes=in_script.code,
+        prepare=in_script.call("module"),
         hook=f"\n    wrapped.register_comm_hook(wrapped.process_group, {hook})" if hook else "",
     )
-    use = f"Wrap the model with wrap() of {FILE}, in the place of DistributedDataParallel.{told.use}"
+    use = f"Wrap the model with wrap() of {FILE} instead of DistributedDataParallel.{in_script.use}"
     if "bucket_cap_mb_list" in arguments:
-        use += " Torch 2.13 or newer takes a cap for each bucket."
+        use += " Caps for each bucket need torch 2.13 or newer."
     if hook == HOOKS["bfloat16"]:
-        use += " Torch refuses this hook on Gloo."
+        use += " Torch does not support this hook on Gloo."
     text = python_file(f"{DDP}, {gist}", tuple(lacks), body)
     return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})
 
 
-def of_pipeline(asked: Asked) -> list[str]:
-    """What DDP does not do of a plan's pipelines."""
-    if asked.pipeline is None:
+def of_pipeline(request: SettingsRequest) -> list[str]:
+    """The parts of a plan's pipelines that DDP does not support."""
+    if request.pipeline is None:
         return []
     return [
-        f"the order of micro-batches ({asked.pipeline.describe()}), which is for torch.distributed.pipelining: "
-        "its schedule is constructed with it"
+        f"the order of micro-batches ({request.pipeline.describe()}): pass it to the schedule of "
+        "torch.distributed.pipelining"
     ]
 
 
 def _hook(strategy: Bucketed) -> tuple[str, list[str]]:
-    """The hook that sends buckets as the strategy says, "" for none, and what of it none does."""
+    """The hook for the strategy's wire format ("" for none), and what it leaves out."""
     if not isinstance(strategy, DistributedDataParallelStrategy) or not any(strategy.wire):
         return "", []
     wire = one_wire(strategy)
     if wire is not None and wire.dtype in HOOKS:
         return HOOKS[wire.dtype], []
     return "", [
-        "what buckets are sent as: torch's hooks send all of them as float16 or bfloat16, and here they are sent as "
-        "they are"
+        "the wire format of buckets: torch's hooks only support float16 or bfloat16 for all, so none is used"
     ]
 
 
-def _arguments(asked: Asked, strategy: Bucketed) -> tuple[dict[str, Any], list[str]]:
-    """What DDP is given for its buckets, and what of the strategy that is not."""
+def _arguments(request: SettingsRequest, strategy: Bucketed) -> tuple[dict[str, Any], list[str]]:
+    """DDP's arguments for its buckets, and what they leave out of the strategy."""
     if isinstance(strategy, DecoupledStrategy):
-        return _nearest(asked, strategy)
+        return _nearest(request, strategy)
     lacks = []
     if isinstance(strategy, ParameterServerStrategy):
-        lacks.append("servers: each bucket is all-reduced, to the same sums")
+        lacks.append("servers: each bucket is all-reduced, with the same result")
         strategy = DistributedDataParallelStrategy(bucket_cap_mb=strategy.bucket_cap_mb)
     if len(strategy.bucket_caps_mb) > 1:
         return {"bucket_cap_mb_list": list(strategy.bucket_caps_mb)}, lacks
     return {"bucket_cap_mb": (*strategy.bucket_caps_mb, strategy.bucket_cap_mb)[0]}, lacks
 
 
-def _nearest(asked: Asked, strategy: DecoupledStrategy) -> tuple[dict[str, Any], list[str]]:
-    """The same buckets, all-reduced under backward."""
-    kept = " and keeps all of the optimizer's state" if strategy.gather == "parameters" else ""
+def _nearest(request: SettingsRequest, strategy: DecoupledStrategy) -> tuple[dict[str, Any], list[str]]:
+    """The same buckets, all-reduced during backward."""
+    kept = " and keeps the whole optimizer state" if strategy.gather == "parameters" else ""
     lacks = [
-        f"the decoupling: DDP all-reduces each bucket under backward{kept}; nothing is left for the next forward"
+        f"the decoupling: DDP all-reduces each bucket during backward{kept}, none of it in the next forward"
     ]
-    if len(asked.stages) > 1 or not (strategy.buckets or asked.stages):
+    if len(request.stages) > 1 or not (strategy.buckets or request.stages):
         lacks.append(
-            "where buckets end: DDP closes one when it has reached the cap, the plan before it would be"
+            "bucket boundaries: DDP closes a bucket when it reaches the cap, the plan before it exceeds it"
         )
         return {"bucket_cap_mb": strategy.bucket_cap_bytes / MIB}, lacks
-    (model,) = asked.models("its buckets name parameters, and DDP wants sizes")
-    (schedule,) = asked.schedules("")
+    (model,) = request.models("its buckets name parameters, and DDP needs sizes")
+    (schedule,) = request.schedules("")
     if model.find_unused_parameters:
         lacks.append(
-            "where buckets end: with find_unused_parameters DDP cuts them in the order of registration, by one cap"
+            "bucket boundaries: with find_unused_parameters DDP fills buckets in registration order, with one cap"
         )
         return {"bucket_cap_mb": model.size_bytes / len(schedule.buckets) / MIB}, lacks
     try:
         caps = bucket_caps_mb([list(bucket.parts) for bucket in schedule.buckets], model)
     except PlanError as refusal:
-        lacks.append(f"where buckets end: one cap makes about as many of them ({refusal})")
+        lacks.append(f"bucket boundaries: one cap gives about as many buckets ({refusal})")
         return {"bucket_cap_mb": model.size_bytes / len(schedule.buckets) / MIB}, lacks
     return {"bucket_cap_mb_list": list(caps)}, lacks
 

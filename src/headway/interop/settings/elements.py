@@ -1,10 +1,10 @@
-"""Buckets counted in elements, for tools that know one size for all of them."""
+"""Computes one bucket size in elements, for tools with a single size for all buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.interop.settings.asked import Asked, Bucketed
+from headway.interop.settings.request import Bucketed, SettingsRequest
 from headway.model import DTYPE_BYTES
 from headway.scheduling.buckets import Bucket, BucketSchedule
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -17,13 +17,13 @@ def elements(bucket: Bucket) -> int:
     return bucket.size_bytes // DTYPE_BYTES[bucket.dtype]
 
 
-def one_size(asked: Asked, strategy: Bucketed, *, closes_before: bool) -> tuple[int, str]:
-    """The size in elements of a bucket at most, and what of the plan it leaves out, "" for nothing.
+def one_size(request: SettingsRequest, strategy: Bucketed, *, closes_before: bool) -> tuple[int, str]:
+    """The bucket size limit in elements, and what it leaves out of the plan ("" for nothing).
 
-    ``closes_before`` says that the tool closes a bucket before it would exceed that, not once it has reached it. Where
-    buckets have one cap, that; otherwise their mean, which makes about as many. Raises PlanError without a model.
+    It is the buckets' common cap, or else their mean size, which gives about as many. ``closes_before`` says that the
+    tool closes a bucket before it exceeds the limit, not once it has reached it. Raises PlanError without a model.
     """
-    schedules = asked.schedules(WHY)
+    schedules = request.schedules(WHY)
     if isinstance(strategy, DecoupledStrategy):
         cap_bytes = 0 if strategy.buckets else strategy.bucket_cap_bytes
     else:
@@ -32,15 +32,15 @@ def one_size(asked: Asked, strategy: Bucketed, *, closes_before: bool) -> tuple[
     of_elements = {DTYPE_BYTES[bucket.dtype] for schedule in schedules for bucket in schedule.buckets}
     if cap_bytes and len(of_elements) == 1:
         alike = closes_before == isinstance(strategy, DecoupledStrategy)
-        way = "before it would exceed the size" if closes_before else "when it has reached the size"
+        way = "before it exceeds the size" if closes_before else "when it reaches the size"
         return max(1, cap_bytes // of_elements.pop()), (
-            "" if alike else f"where buckets end: one is closed {way}, which makes others than the plan's"
+            "" if alike else f"bucket boundaries: a bucket is closed {way}, unlike in the plan"
         )
     sizes = _sizes(schedules)
     mean = max(1, round(sum(sizes) / len(sizes)))
     return (
         mean,
-        f"a size for each bucket ({min(sizes):,} to {max(sizes):,} elements): all have one of {mean:,}",
+        f"a size for each bucket ({min(sizes):,} to {max(sizes):,} elements): all get {mean:,}",
     )
 
 

@@ -1,7 +1,7 @@
-"""Plans as calls of torch's FSDP2: groups of modules, what stays whole after forward, and what is gathered ahead.
+"""Exports plans as calls of torch's FSDP2: groups of modules, resharding, and prefetching.
 
-Of what FSDP2 does, groups that are not resharded after forward come closest to the decoupled all-reduce: gradients are
-reduce-scattered under backward, each rank updates its share, and parameters are gathered under the next forward.
+Groups without resharding after forward are FSDP2's closest equivalent of the decoupled all-reduce: gradients are
+reduce-scattered during backward, each rank updates its share, and parameters are gathered during the next forward.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from headway.errors import PlanError
-from headway.interop.settings.asked import Asked, unexpressed
-from headway.interop.settings.python_passes import in_torch, literal, python_file
+from headway.interop.settings.python_passes import literal, python_file, torch_code
+from headway.interop.settings.request import SettingsRequest, unexpressed
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -24,16 +24,16 @@ WHY = "its groups are modules"
 _BODY = """
 {imports}from torch.distributed.fsdp import fully_shard
 
-# Modules that share one reduce-scatter and one all-gather, in the order in which forward needs them.
+# Modules that share one reduce-scatter and one all-gather, in forward order.
 GROUPS = {groups}
-AHEAD = {ahead}  # groups that are gathered before it is their turn
+AHEAD = {ahead}  # groups to prefetch
 {passes}
 
 def shard(model, **options):
-    \"\"\"The model with its groups sharded. Construct its optimizer after it, and load its state as FSDP2 has it.\"\"\"
+    \"\"\"Shard the groups of the model. Construct its optimizer afterwards, and load state dicts as FSDP2 requires.\"\"\"
 {prepare}    options["reshard_after_forward"] = False
     frozen = {{parameter for parameter in model.parameters() if not parameter.requires_grad}}
-    if frozen:  # whole on every rank, never gathered, and left on the device where they are
+    if frozen:  # they stay unsharded on every rank, on their current device
         options["ignored_params"] = frozen | set(options.get("ignored_params") or ())
         computed_in = getattr(options.get("mp_policy"), "param_dtype", None)
         for parameter in frozen if computed_in is not None else ():
@@ -50,20 +50,20 @@ def shard(model, **options):
 
 
 def with_tied_modules(model, groups):
-    \"\"\"The groups with all that shares a parameter in one of them: FSDP2 takes no parameter of two groups.\"\"\"
+    \"\"\"Merge groups that share parameters: FSDP2 does not allow a parameter in two groups.\"\"\"
     joined = []
     for group in groups:
         modules, held = list(group), parameters_in(group)
-        sharing = [place for place, other in enumerate(joined) if other[1] & held]
-        for place in reversed(sharing):  # they go where the first of them is
-            others, theirs = joined.pop(place)
-            modules, held = others + modules, theirs | held
+        sharing = [place for place, (_, earlier) in enumerate(joined) if earlier & held]
+        for place in reversed(sharing):  # merged into the first of them
+            earlier_modules, earlier = joined.pop(place)
+            modules, held = earlier_modules + modules, earlier | held
         joined.insert(sharing[0] if sharing else len(joined), (modules, held))
     for module in model.modules():
-        own = {{id(parameter) for parameter in module.parameters(recurse=False)}}
+        parameters = {{id(parameter) for parameter in module.parameters(recurse=False)}}
         for modules, held in joined:
-            inside = any(module is each for root in modules for each in root.modules())
-            if own & held and not inside and module is not model:
+            inside = any(module is inner for root in modules for inner in root.modules())
+            if parameters & held and not inside and module is not model:
                 modules.append(module)
     return [modules for modules, _ in joined]
 
@@ -75,61 +75,62 @@ def parameters_in(modules):
 
 @dataclass(frozen=True)
 class Grouping:
-    """Modules in groups, and how many of a model's modules had to leave a bucket of the plan."""
+    """Groups of modules. ``moved`` counts modules whose parameters are in several of the plan's buckets."""
 
     groups: tuple[tuple[str, ...], ...]
     moved: int
     in_root: int
-    """How many parameters the model holds itself: they are gathered before all others."""
+    """The number of parameters of the root module, which are gathered first."""
 
 
-def settings(asked: Asked) -> Settings:
-    """Groups of modules and what is gathered ahead, for a decoupled plan of a model in one piece.
+def settings(request: SettingsRequest) -> Settings:
+    """Groups of modules and prefetching, for a decoupled plan without a pipeline.
 
-    Raises PlanError for other plans, without the model, for a model without modules to group, and for one with
-    parameters that have no dimension.
+    Raises PlanError for other plans, without the model, and for models without modules to group or with parameters
+    that have no dimension.
     """
-    if not isinstance(asked.data, DecoupledStrategy) or asked.pipeline is not None:
-        asked.refuse(
-            FSDP2, "decoupled along data: FSDP2 scatters sums and gathers parameters, it does not all-reduce"
+    if not isinstance(request.data, DecoupledStrategy) or request.pipeline is not None:
+        request.refuse(
+            FSDP2,
+            "decoupled along data: FSDP2 reduce-scatters gradients and gathers parameters, without all-reduce",
         )
-    strategy = asked.data
-    (model,) = asked.models(WHY)
-    (schedule,) = asked.schedules(WHY)
+    strategy = request.data
+    (model,) = request.models(WHY)
+    (schedule,) = request.schedules(WHY)
     if scalars := [parameter.name for parameter in model.parameters if not parameter.shape]:
         raise PlanError(
-            "FSDP2 does not shard parameters without a dimension", got=", ".join(scalars[:3]),
-            expected="parameters of one dimension or more", fix="Give them the shape (1,), or use DDP.",
+            "FSDP2 cannot shard parameters without a dimension", got=", ".join(scalars[:3]),
+            expected="parameters with at least one dimension", fix="Give them the shape (1,), or use DDP.",
         )  # fmt: skip
     grouping = grouped(model, schedule)
     if not grouping.groups:
         raise PlanError(
-            "FSDP2 has no settings for this model", got="parameters that the model itself holds",
-            expected="modules with parameters",
+            "FSDP2 has no settings for this model", got="parameters only in the root module",
+            expected="submodules with parameters",
         )  # fmt: skip
     lacks = _lacks(strategy, schedule, grouping)
-    told = in_torch(asked.plan.passes, "behind model.set_requires_gradient_sync(False)")
-    lacks += unexpressed(asked, told.lacks)
+    in_script = torch_code(request.plan.passes, "behind model.set_requires_gradient_sync(False)")
+    lacks += unexpressed(request, in_script.lacks)
     count = len(grouping.groups)
     groups = f"{count} group{'s' * (count > 1)} of modules"
     gist = f"{groups}, not resharded after forward, {strategy.channels} gathered ahead"
-    gist = ", ".join([gist, *told.gists])
+    gist = ", ".join([gist, *in_script.gists])
     body = _BODY.format(
-        groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels, imports=told.imports,
-        passes=told.code, prepare=told.call("model"),
+        groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels, imports=in_script.imports,
+        passes=in_script.code, prepare=in_script.call("model"),
     )  # fmt: skip
-    use = f"Call shard(model) of {FILE} before the optimizer is constructed.{told.use}"
+    use = f"Call shard(model) of {FILE} before the optimizer is constructed.{in_script.use}"
     if model.frozen_bytes:
-        use += " Frozen parameters stay whole, where they are: move the model to its device before."
+        use += " Frozen parameters are not sharded or moved: move the model to its device first."
     text = python_file(f"{FSDP2}, {gist}", tuple(lacks), body)
     return Settings(FSDP2, gist, use, tuple(lacks), files={FILE: text})
 
 
 def grouped(model: ModelSpec, schedule: BucketSchedule) -> Grouping:
-    """The modules of each bucket, in the order in which buckets are gathered and forward needs modules.
+    """Group modules by bucket: buckets in gather order, modules in forward order.
 
-    A module is the outermost one that holds parameters itself: what is below may be used without being called. It is
-    in the bucket that has most of its bytes. The model itself is no module of a group.
+    A grouped module is the outermost one with parameters of its own, because its submodules may be used without being
+    called. It goes to the bucket with most of its bytes. The root module is in no group.
     """
     owners = {parameter.module for parameter in model.parameters}
     unit_of = {parameter.name: _unit(parameter.module, owners) for parameter in model.parameters}
@@ -160,23 +161,21 @@ def _unit(module: str, owners: set[str]) -> str:
 
 
 def _lacks(strategy: DecoupledStrategy, schedule: BucketSchedule, grouping: Grouping) -> list[str]:
-    lacks = [
-        "gathers from the end of backward on: they begin with the next forward, which waits for the first one"
-    ]
+    lacks = ["gathers right after backward: they begin with the next forward, which waits for the first"]
     if grouping.moved:
         lacks.append(
-            f"buckets that share a module: {grouping.moved} modules are in the one bucket that has most of them"
+            f"buckets that share a module: {grouping.moved} modules are in the bucket with most of their bytes"
         )
     if len(grouping.groups) < len(schedule.buckets):
         lacks.append(f"{len(schedule.buckets)} buckets: there are {len(grouping.groups)} groups")
     if grouping.in_root:
         lacks.append(
-            f"buckets for {grouping.in_root} parameters that the model itself holds: they are a group of their own, "
-            "which is gathered first"
+            f"buckets for {grouping.in_root} parameters of the root module: they form a separate group, which is "
+            "gathered first"
         )
     if strategy.gather == "gradients":
         lacks.append(
-            "gathered gradients: parameters are gathered, so optimizers that look at whole tensors train otherwise"
+            "gathered gradients: parameters are gathered, so optimizers that use whole tensors train differently"
         )
-    lacks.append("its rings: collectives are those of the process group, as many at a time as it carries")
+    lacks.append("its rings: the process group chooses algorithms and concurrency")
     return lacks

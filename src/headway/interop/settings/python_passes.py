@@ -1,4 +1,4 @@
-"""A plan's passes in plain torch: what changes a model before it is wrapped, and arguments of what a script makes."""
+"""Exports a plan's passes as plain torch code that prepares a model, and as arguments for the script."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from headway.version import __version__
 
 
 def python_file(gist: str, lacks: tuple[str, ...], body: str) -> str:
-    """A module that says at its top what it does of a plan and what not, in a comment of printable lines."""
+    """A Python file with a comment on top that says what it contains of a plan, and what it leaves out."""
     head = [f"# Written by Headway {__version__}: {one_line(gist)}."]
     head += [f"# Left out: {one_line(lack)}." for lack in lacks]
     return "\n".join(head) + "\n\n" + body.strip("\n") + "\n"
 
 
 def literal(value: object) -> str:
-    """``value``, of plain types, as Python writes it, over several lines where it is long."""
+    """``value``, of plain types, as a Python literal; long ones span several lines."""
     return pprint.pformat(value, width=100, compact=True, sort_dicts=False)
 
 
 _RECOMPUTE = '''
 def recompute(module):
-    """Keep only what the module is given, and compute the rest again in backward."""
+    """Keep only the module's inputs, and recompute the rest in backward."""
     module.forward = partial(recomputed, module, module.forward)
 
 
 def recomputed(module, forward, *inputs, **named):
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
-    contexts = partial(as_forward_found, module)
+    contexts = partial(buffers_as_before, module)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
 
-def as_forward_found(module):
-    """Forward runs as ever, and again with the buffers that it found: running means are changed once."""
+def buffers_as_before(module):
+    """Recompute with the buffers from before forward, so that running means are updated only once."""
     owned = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
     return nullcontext(), with_buffers([(owner, name, getattr(owner, name).clone()) for owner, name in owned])
 
 
 @contextmanager
-def with_buffers(found):
-    left = [(owner, name, getattr(owner, name)) for owner, name, _ in found]
+def with_buffers(saved):
+    current = [(owner, name, getattr(owner, name)) for owner, name, _ in saved]
     try:
-        for owner, name, buffer in found:
+        for owner, name, buffer in saved:
             setattr(owner, name, buffer)
         yield
     finally:
-        for owner, name, buffer in left:
+        for owner, name, buffer in current:
             setattr(owner, name, buffer)
 '''
 _LOWER_PRECISION = '''
 def lower_precision(module):
-    """Compute under autocast, and put out float32."""
+    """Compute under autocast, and return float32."""
     module.forward = partial(in_bfloat16, module, module.forward)
 
 
 def in_bfloat16(module, forward, *inputs, **named):
-    tensors = [each for each in (*inputs, *named.values()) if isinstance(each, torch.Tensor)]
-    device = next((each.device.type for each in (*tensors, *module.parameters())), "cpu")
+    tensors = [value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor)]
+    device = next((tensor.device.type for tensor in (*tensors, *module.parameters())), "cpu")
     with torch.autocast(device, dtype=torch.bfloat16):
         computed = forward(*inputs, **named)
     return in_float32(computed)
@@ -77,23 +77,23 @@ def in_float32(value):
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype is torch.bfloat16 else value
     if isinstance(value, (tuple, list)):
-        made = [in_float32(each) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        items = [in_float32(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        made = copy.copy(value)
-        for key, each in value.items():
-            made[key] = in_float32(each)
-        return made
+        converted = copy.copy(value)
+        for key, item in value.items():
+            converted[key] = in_float32(item)
+        return converted
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        converted = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, in_float32(getattr(value, field.name)))
-        return made
+            object.__setattr__(converted, field.name, in_float32(getattr(value, field.name)))
+        return converted
     return value
 '''
 _PREPARE = '''
 def prepare(module):
-    """Change how the module computes, before it is wrapped."""
+    """Apply the plan's passes to the module, before it is wrapped."""
 {calls}
 '''
 _FOR_EACH = """\
@@ -102,11 +102,11 @@ _FOR_EACH = """\
 
 
 @dataclass(frozen=True)
-class InTorch:
-    """Passes as a part of a Python file.
+class TorchCode:
+    """Passes as parts of a Python file.
 
-    ``code`` is to follow ``imports``; it defines ``prepare(module)`` where it ``prepares``, and arguments by the names
-    that ``use`` says. ``lacks`` are the passes that are neither.
+    ``code`` follows ``imports``; it defines ``prepare(module)`` if ``prepares``, and the arguments that ``use``
+    mentions. ``lacks`` are the passes that it leaves out.
     """
 
     imports: str = ""
@@ -117,14 +117,14 @@ class InTorch:
     lacks: tuple[str, ...] = ()
 
     def call(self, name: str) -> str:
-        """The line of a function that prepares its argument ``name``; "" where there is nothing to prepare."""
+        """A line of code that prepares the variable ``name``, or ""."""
         return f"    prepare({name})\n" if self.prepares else ""
 
 
-def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") -> InTorch:
-    """``passes`` as they are carried out by hand, in their order.
+def torch_code(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") -> TorchCode:
+    """Export ``passes`` as code, in order.
 
-    ``unsynchronised`` says how a backward is run whose gradients are not communicated.
+    ``unsynchronised`` describes how to run a backward without communication of gradients.
     """
     imports: dict[str, None] = {}
     helpers: dict[str, None] = {}
@@ -144,7 +144,7 @@ def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") ->
         elif isinstance(pass_, Compile):
             calls.append(_for_each(pass_.modules, "module.get_submodule(name).compile()"))
             prepared.append(pass_.describe())
-            lacks.append("evaluation as it was: it runs compiled, too")
+            lacks.append("uncompiled evaluation: it runs compiled, too")
         elif isinstance(pass_, Precision) and not pass_.leaves_out_steps:
             imports |= dict.fromkeys(
                 ("import copy", "import dataclasses", "from functools import partial", "import torch")
@@ -159,9 +159,7 @@ def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") ->
         elif isinstance(pass_, InputWorkers):
             loading = {"num_workers": pass_.workers, "prefetch_factor": pass_.prefetch}
             arguments.append(f"LOADER = {literal(loading)}")
-            uses.append(
-                " Construct the loaders of training, of data sets that can be indexed, with **LOADER."
-            )
+            uses.append(" Construct training data loaders of map-style data sets with **LOADER.")
             gists.append(pass_.describe())
         else:
             lacks.append(f"the pass {pass_.name}{_by_hand(pass_, unsynchronised)}")
@@ -169,7 +167,7 @@ def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") ->
     if calls:
         code += _PREPARE.format(calls="\n".join(calls))
     code += "".join(f"\n{argument}\n" for argument in arguments)
-    return InTorch(
+    return TorchCode(
         "".join(f"{import_}\n" for import_ in imports),
         code,
         bool(calls),
@@ -183,14 +181,14 @@ def _for_each(names: Sequence[str], call: str) -> str:
     return _FOR_EACH.format(names=literal(list(names)).replace("\n", "\n    "), call=call)
 
 
-def _by_hand(one: Pass, unsynchronised: str) -> str:
-    """What a script has to do itself, where that is known."""
-    if isinstance(one, Accumulate):
-        count = one.micro_batches
+def _by_hand(pass_: Pass, unsynchronised: str) -> str:
+    """Instructions for the script to do it itself, or ""."""
+    if isinstance(pass_, Accumulate):
+        count = pass_.micro_batches
         return (
-            f": have the script train {count} parts of a batch, with losses divided by {count}, all but the last "
+            f": train {count} parts of a batch in the script, with losses divided by {count}, all but the last "
             f"{unsynchronised}"
         )
-    if isinstance(one, Precision):
-        return f" in {one.dtype}: use torch.autocast and torch.amp.GradScaler in the script"
+    if isinstance(pass_, Precision):
+        return f" in {pass_.dtype}: use torch.autocast and torch.amp.GradScaler in the script"
     return ""

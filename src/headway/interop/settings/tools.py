@@ -1,4 +1,4 @@
-"""The tools that plans can be printed for, by the name that the command line knows them by."""
+"""The tools that plans can be exported for, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headway.interop.settings import ddp, deepspeed, fsdp2, megatron, nccl
-from headway.interop.settings.asked import Asked, unexpressed
-from headway.interop.settings.python_passes import in_torch, python_file
+from headway.interop.settings.python_passes import python_file, torch_code
+from headway.interop.settings.request import SettingsRequest, unexpressed
 from headway.job import Job
 from headway.strategies.registry import plugin_of
 from headway.tool_settings import Settings
 
-TOOLS: dict[str, Callable[[Asked], Settings]] = {
+TOOLS: dict[str, Callable[[SettingsRequest], Settings]] = {
     "ddp": ddp.settings,
     "fsdp2": fsdp2.settings,
     "deepspeed": deepspeed.settings,
@@ -20,21 +20,21 @@ TOOLS: dict[str, Callable[[Asked], Settings]] = {
     "nccl": nccl.nccl,
     "rccl": nccl.rccl,
 }
-"""Each raises PlanError for a plan that its tool has nothing for."""
+"""Each raises PlanError if its tool has no equivalent of the plan."""
 
 
-def settings_for(tool: str, asked: Asked) -> Settings:
-    """What was asked as settings of ``tool``: as the strategy along data has it, or as the tool's file does.
+def settings_for(tool: str, request: SettingsRequest) -> Settings:
+    """Export the requested plan as settings of ``tool``, by the data strategy's own exporter or the tool's.
 
-    Raises PlanError where there are none.
+    Raises PlanError if the tool has no equivalent of the plan.
     """
-    strategy = asked.data
+    strategy = request.data
     if strategy is not None:
-        job = Job(asked.stages, asked.replicas) if asked.stages else None
-        found = plugin_of(strategy).settings_for(tool, strategy, job)
-        if found is not None:
-            return _with_passes(tool, found, asked)
-    return TOOLS[tool](asked)
+        job = Job(request.stages, request.replicas) if request.stages else None
+        settings = plugin_of(strategy).settings_for(tool, strategy, job)
+        if settings is not None:
+            return _with_passes(tool, settings, request)
+    return TOOLS[tool](request)
 
 
 def _with_passes(tool: str, found: Settings, asked: Asked) -> Settings:
@@ -59,4 +59,4 @@ IN_TORCH = ("ddp", "fsdp2")
 """Those that run what passes are in Python."""
 PASSES_FILE = "passes_settings.py"
 OF_COLLECTIVES = ("nccl", "rccl")
-"""Those that know the options of collectives."""
+"""The tools with options for collectives."""

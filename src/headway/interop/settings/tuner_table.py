@@ -1,8 +1,7 @@
-"""The table that tuners of NCCL and RCCL read: for collectives of some sizes, an algorithm, a protocol and channels.
+"""Reads and writes the tuner tables of NCCL and RCCL: an algorithm, protocol and channels by collective and size.
 
-A rule is a line ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks``, and the first one that fits
-holds. The readers take what they do not understand for something else, or leave it out, and say nothing; so whatever is
-written or passed on here is held against what they know.
+A rule is a line ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks``; the first match applies.
+NCCL and RCCL silently misread or skip what they do not understand, so everything read or written here is checked.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 ANY = -1
-ANY_SIZE = 2**63 - 1  # 4294967295, as examples have it, leaves out what is larger
+ANY_SIZE = 2**63 - 1  # 4294967295, as in NCCL's examples, would exclude larger tensors
 MOST_SIZE = 2**64 - 1
-MOST_CHARACTERS = 254  # of a line; readers cut longer ones and go on with the rest as another rule
+MOST_CHARACTERS = 254  # per line; readers parse the rest of a longer line as another rule
 MOST_BYTES = 2**20
 FIELDS, MOST_FIELDS = 8, 10  # numPipeOps and regBuff may follow
 
 
 @dataclass(frozen=True)
 class TunerRule:
-    """One line. ``channels``, ``nodes`` and ``ranks`` of -1 are whatever there is; bounds of sizes are inclusive."""
+    """One line. -1 for ``channels``, ``nodes`` or ``ranks`` means any; bounds of sizes are inclusive."""
 
     collective: str
     min_bytes: int
@@ -41,7 +40,7 @@ class TunerRule:
     registered: int = ANY
 
     def line(self) -> str:
-        """The rule as it stands in a file, without the fields at its end that say nothing."""
+        """The rule as a line of the file, without optional fields at its end."""
         fields = [str(field) for field in astuple(self)]
         while len(fields) > FIELDS and fields[-1] == str(ANY):
             fields.pop()
@@ -49,13 +48,13 @@ class TunerRule:
 
 
 def table(rules: Iterable[TunerRule], comments: Iterable[str] = ()) -> str:
-    """The text of a file of ``rules``, behind ``comments``, each cut to what a line may hold."""
+    """The text of a file: ``comments``, cut to the length of a line, and then ``rules``."""
     lines = [f"# {comment}"[:MOST_CHARACTERS] for comment in comments]
     return "\n".join([*lines, *(rule.line() for rule in rules)]) + "\n"
 
 
 def read_table(path: Path) -> tuple[TunerRule, ...]:
-    """The rules of a file. Raises UserError, with the line, for whatever a reader would take for something else."""
+    """The rules of a file. Raises UserError, with the line number, for anything that readers would misread."""
     text = files.read_text(path, UserError, "tuner table", MOST_BYTES)
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -68,28 +67,28 @@ def _rule(line: str, where: str) -> TunerRule:
     fields = [field.strip() for field in line.split(",")]
     if len(line) > MOST_CHARACTERS or not FIELDS <= len(fields) <= MOST_FIELDS:
         raise UserError(
-            f"{where} is no rule of a tuner table", got=f"{len(fields)} fields in {len(line)} characters",
+            f"{where} is not a rule of a tuner table", got=f"{len(fields)} fields in {len(line)} characters",
             expected=f"{FIELDS} to {MOST_FIELDS} fields in at most {MOST_CHARACTERS}",
         )  # fmt: skip
-    for field, known in zip(
+    for field, names in zip(
         (fields[0], fields[3], fields[4]), (COLLECTIVES, ALGORITHMS, PROTOCOLS), strict=True
     ):
-        if field not in known:
+        if field not in names:
             raise UserError(
-                f"{where} has a name that readers do not know, and take for another", got=field,
-                expected=" or ".join(known),
+                f"{where} contains an unknown name, which readers would take for another", got=field,
+                expected=" or ".join(names),
             )  # fmt: skip
     numbers = [_number(field, where) for field in (*fields[1:3], *fields[5:])]
     if not 0 <= numbers[0] <= numbers[1]:
         raise UserError(
-            f"{where} fits no size",
+            f"{where} matches no size",
             got=f"{numbers[0]} to {numbers[1]} bytes",
-            expected="from 0 on, and not backwards",
+            expected="0 <= minimum <= maximum",
         )
     low, high, *rest = numbers
     if min(rest) < ANY or max(numbers) > MOST_SIZE:
         raise UserError(
-            f"{where} has a number that means nothing", got=line,
+            f"{where} contains a number out of range", got=line,
             expected=f"-1 for any, or 0 to {MOST_SIZE}",
         )  # fmt: skip
     return TunerRule(fields[0], low, high, fields[3], fields[4], *rest)
@@ -97,5 +96,7 @@ def _rule(line: str, where: str) -> TunerRule:
 
 def _number(field: str, where: str) -> int:
     if not field.removeprefix("-").isascii() or not field.removeprefix("-").isdigit() or len(field) > 20:
-        raise UserError(f"{where} has a field that is no number", got=field, expected="digits, or -1 for any")
+        raise UserError(
+            f"{where} contains a field that is not a number", got=field, expected="digits, or -1 for any"
+        )
     return int(field)

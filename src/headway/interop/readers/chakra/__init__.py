@@ -1,1 +1,1 @@
-"""MLCommons Chakra execution traces: what a rank computes and communicates, and what each of it waits for."""
+"""Reads MLCommons Chakra execution traces."""

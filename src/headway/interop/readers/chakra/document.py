@@ -1,4 +1,9 @@
-"""A Chakra file as columns: its frames, its nodes, and what they depend on."""
+"""Decodes a Chakra file into columns of nodes and their dependencies.
+
+A file holds one GlobalMetadata message and then Nodes, each preceded by its length as a varint. Field names and
+numbers are those of MLCommons Chakra 1.0.0 (et_def.proto); unknown fields are skipped, so other versions from 0.0.4 on
+can be read as well.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import numpy.typing as npt
 from headway.arrays import Flags, Ints, Texts
 from headway.errors import TraceError, UserError, how_to_install
 from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
-from headway.interop.readers.torch_json import ints, whole
+from headway.interop.readers.torch_json import bounded_int, ints
 from headway.trace.events import texts
 
 MAX_VARINT_BYTES = 10
@@ -21,11 +26,11 @@ MAX_VARINT_BYTES = 10
 _METADATA_TAGS = frozenset([0x0A, 0x12])  # version, attr
 _NODE_TAGS = frozenset(
     [0x08, 0x12, 0x18, 0x20, 0x22, 0x28, 0x2A, 0x30, 0x38, 0x42, 0x4A, 0x52]
-)  # a field's number and how it is written
+)  # field number and wire type
 
 
 def frames(data: bytes, wrong: list[str]) -> Iterator[bytes]:
-    """The messages of a file. Says in ``wrong`` where they end too early."""
+    """Iterate over a file's messages; a truncated one is noted in ``wrong``."""
     position = 0
     while position < len(data):
         length, after = _varint(data, position)
@@ -40,7 +45,7 @@ def frames(data: bytes, wrong: list[str]) -> Iterator[bytes]:
 
 
 def looks_like_chakra(head: bytes) -> bool:
-    """Whether a file's first bytes are a metadata message and, as far as there is one, a node."""
+    """Whether a file begins with a metadata message, followed by a node if there is more."""
     length, after = _varint(head, 0)
     if not 0 < length <= len(head) - after or not _is_made_of(head[after : after + length], _METADATA_TAGS):
         return False
@@ -53,7 +58,7 @@ def looks_like_chakra(head: bytes) -> bool:
 
 
 def _is_made_of(message: bytes, tags: frozenset[int], *, cut: bool = False) -> bool:
-    """Whether a message consists of such fields and nothing else; ``cut`` where its end may be missing."""
+    """Whether a message consists of fields with these ``tags``; ``cut`` says that its end may be missing."""
     position = 0
     while position < len(message):
         tag = message[position]
@@ -68,7 +73,7 @@ def _is_made_of(message: bytes, tags: frozenset[int], *, cut: bool = False) -> b
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at ``position`` and where it ends; -1 where it has no end."""
+    """Decode the varint at ``position``; returns its value (-1 if truncated) and its end."""
     value = 0
     for count, byte in enumerate(data[position : position + MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * count)
@@ -81,14 +86,8 @@ PACKAGE = "ChakraProtoMsg"
 VERSION = "1.0.0"  # of the schema
 
 
-# Chakra's messages, as protobuf's library wants them described. A file holds one GlobalMetadata and then Nodes.
-#
-# Each message of a file follows its length, a varint. Names and numbers of fields are those of MLCommons Chakra 1.0.0
-# (et_def.proto); readers skip what they do not know, so that files of 0.0.4 and later ones are read as well.
-
-
 class NodeType:
-    """What a node is."""
+    """Chakra's types of nodes."""
 
     INVALID, METADATA, MEM_LOAD, MEM_STORE, COMP, SEND, RECEIVE, COLLECTIVE = range(8)
 
@@ -116,12 +115,12 @@ _NODE = [
 
 
 def node_class() -> Any:
-    """The class of nodes. Raises UserError where protobuf's library is not installed."""
+    """The protobuf class of nodes. Raises UserError if protobuf is not installed."""
     return _classes()[0]
 
 
 def metadata_class() -> Any:
-    """The class of what a file says of itself. Raises UserError where protobuf's library is not installed."""
+    """The protobuf class of a file's metadata. Raises UserError if protobuf is not installed."""
     return _classes()[1]
 
 
@@ -135,12 +134,10 @@ def _classes() -> tuple[Any, Any]:
         )
     except ImportError:
         raise UserError(
-            "a Chakra trace needs protobuf, which is not installed",
+            "Chakra traces need the protobuf package, which is not installed",
             fix=f"Run: {how_to_install('traces')}.",
         ) from None
-    pool = (
-        descriptor_pool.DescriptorPool()
-    )  # our own: other tools' descriptions of Chakra may be loaded as well
+    pool = descriptor_pool.DescriptorPool()  # private: other tools may have registered Chakra's messages
     pool.Add(_describe(descriptor_pb2.FileDescriptorProto()))
     node, metadata = (
         message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
@@ -168,7 +165,7 @@ def _describe(file: Any) -> Any:
 
 
 def _message(file: Any, name: str, fields: Sequence[tuple[str, str]]) -> Any:
-    """Add a message whose fields are numbered from 1; ``*`` before a kind stands for repeated."""
+    """Add a message with fields numbered from 1; ``*`` before a kind means repeated."""
     message = file.message_type.add(name=name)
     for number, (field, kind) in enumerate(fields, 1):
         _field(message, field, number, kind)
@@ -176,7 +173,7 @@ def _message(file: Any, name: str, fields: Sequence[tuple[str, str]]) -> Any:
 
 
 def _field(message: Any, name: str, number: int, kind: str) -> Any:
-    """Add a field; ``kind`` is a scalar's name, or that of a message or enum of the package."""
+    """Add a field; ``kind`` names a scalar type, or a message or enum of the package."""
     field = message.field.add(name=name, number=number)
     field.label = field.LABEL_REPEATED if kind.startswith("*") else field.LABEL_OPTIONAL
     kind = kind.lstrip("*")
@@ -188,32 +185,32 @@ def _field(message: Any, name: str, number: int, kind: str) -> Any:
     return field
 
 
-LONGEST_US = 2**61 // 1000  # so that an end can be counted in nanoseconds, too
+LONGEST_US = 2**61 // 1000  # so that ends fit into 64 bits of nanoseconds
 INPUTS_OF = ("c10d::", "gloo:", "## process_group:init ##")  # nodes whose inputs are kept
 
-_WHOLE = (
+_INTEGERS = (
     "stream", "tid", "rf_id", "comm_type", "comm_size", "tensor_size", "comm_src", "comm_dst",
     "headway_sequence", "headway_bucket", "headway_size", "headway_asked",
 )  # fmt: skip
 _TEXT = ("pg_name", "headway_kind", "headway_algorithm")
-_WANTED = frozenset([*_WHOLE, *_TEXT, "is_cpu_op"])
+_WANTED = frozenset([*_INTEGERS, *_TEXT, "is_cpu_op"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nodes:
-    """The nodes of a file as columns, in the file's order; -1, "" and () stand for what is not stated."""
+    """A file's nodes as columns, in file order; -1, "" and () mean not stated."""
 
     id: list[int]
     name: Texts
     type: Ints
-    start_ns: Ints  # 0 where it is not stated
+    start_ns: Ints  # 0 if not stated
     duration_ns: Ints
-    on_host: Flags  # computed by the host although there may be a device
-    whole: dict[str, Ints]  # attributes that are integers
-    text: dict[str, Texts]  # attributes that are text
+    on_host: Flags  # is_cpu_op
+    integers: dict[str, Ints]  # integer attributes
+    text: dict[str, Texts]  # text attributes
     inputs: dict[int, str]  # the inputs of the nodes of INPUTS_OF
     data_deps: list[tuple[int, ...]]  # indices
-    ctrl_deps: list[tuple[int, ...]]  # indices; a PyTorch trace names a node's caller here
+    ctrl_deps: list[tuple[int, ...]]  # indices; in PyTorch traces a node's caller
 
     def __len__(self) -> int:
         return len(self.id)
@@ -221,7 +218,7 @@ class Nodes:
 
 @dataclass(frozen=True, eq=False)
 class ChakraDocument:
-    """A file: what it says of itself, its nodes, and what had to be left out."""
+    """A decoded file: metadata attributes, nodes, and what was dropped."""
 
     attributes: dict[str, Any]
     nodes: Nodes
@@ -244,7 +241,7 @@ class _Columns:
         self.ctrl_deps: list[tuple[int, ...]] = []
 
     def add(self, node: Any) -> str:
-        """Add a node, or say why it cannot be one."""
+        """Add a node; returns what is wrong with it, or ""."""
         number, start_us, duration_us = node.id, node.start_time_micros, node.duration_micros
         if number in self.index:
             return f"the id {number} twice"
@@ -268,16 +265,16 @@ class _Columns:
         return ""
 
     def column(self, name: str, otherwise: Any, convert: Callable[[Any], Any]) -> npt.NDArray[Any]:
-        """One attribute of every node; where a node states it twice, as it states it last."""
+        """One attribute of every node; the last value counts if it is repeated."""
         kind = object if isinstance(otherwise, str) else type(otherwise)
-        made = np.full(len(self.names), otherwise, dtype=kind)
+        values = np.full(len(self.names), otherwise, dtype=kind)
         at, stated = self.attributes[name]
-        made[at] = [convert(value) for value in stated]
-        return made
+        values[at] = [convert(value) for value in stated]
+        return values
 
 
 def parse(document: Document) -> ChakraDocument:
-    """Read a file's frames and nodes. Raises TraceError where it is damaged, unless it is read leniently."""
+    """Decode a file. Raises TraceError if it is damaged, unless it is read leniently."""
     node_of, metadata_of = node_class().FromString, metadata_class().FromString
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -294,7 +291,7 @@ def parse(document: Document) -> ChakraDocument:
                 continue
             failure = columns.add(node_of(frame))
         except DecodeError:
-            failure = f"message {number} of {len(frame)} bytes that is no {'node' if number else 'metadata'}"
+            failure = f"message {number} ({len(frame)} bytes) is not {'a node' if number else 'metadata'}"
         if failure:
             dropped += 1
             wrong.append(failure)
@@ -302,15 +299,17 @@ def parse(document: Document) -> ChakraDocument:
             break
     nodes = _nodes(columns, wrong)
     if wrong and not document.lenient:
-        raise damaged(document, wrong[0], expected="a whole Chakra trace")
+        raise damaged(document, wrong[0], expected="a complete Chakra trace")
     if not len(nodes):
         raise _empty(document)
-    notes = [f"{document.name} is damaged ({_first(wrong)}): what could be read was kept."] if wrong else []
+    notes = (
+        [f"{document.name} is damaged ({_first(wrong)}): only its readable nodes were kept."] if wrong else []
+    )
     return ChakraDocument(attributes, nodes, dropped, tuple(notes))
 
 
 def _empty(document: Document) -> TraceError:
-    return damaged(document, "no node that can be read", expected="a whole Chakra trace")
+    return damaged(document, "no readable node", expected="a complete Chakra trace")
 
 
 def _first(wrong: list[str]) -> str:
@@ -328,20 +327,20 @@ def _value(attribute: Any) -> Any:
 
 
 def _attributes(message: Any) -> dict[str, Any]:
-    found = {one.name: _value(one) for one in message.attr}
-    return {name: list(value.values) if hasattr(value, "values") else value for name, value in found.items()}
+    values = {attribute.name: _value(attribute) for attribute in message.attr}
+    return {name: list(value.values) if hasattr(value, "values") else value for name, value in values.items()}
 
 
 def _nodes(columns: _Columns, wrong: list[str]) -> Nodes:
-    """Columns of arrays, with dependencies on nodes rather than ids.
+    """Convert to arrays, with dependencies as indices instead of ids.
 
-    Files made from PyTorch name callers that were left out, and some nodes as their own callers; data that nobody makes
-    is damage.
+    A missing data dependency is damage. Missing callers, and nodes that are their own callers, are normal in files
+    converted from PyTorch.
     """
     index = columns.index
     missing = next((dep for deps in columns.data_deps for dep in deps if dep not in index), None)
     if missing is not None:
-        wrong.append(f"a dependency on node {missing}, which is not there")
+        wrong.append(f"a dependency on node {missing}, which does not exist")
     return Nodes(
         id=list(index),
         name=texts(columns.names),
@@ -349,12 +348,12 @@ def _nodes(columns: _Columns, wrong: list[str]) -> Nodes:
         start_ns=ints(columns.starts_us) * 1000,
         duration_ns=ints(columns.durations_us) * 1000,
         on_host=columns.column("is_cpu_op", False, bool),
-        whole={name: columns.column(name, -1, whole) for name in _WHOLE},
+        integers={name: columns.column(name, -1, bounded_int) for name in _INTEGERS},
         text={name: columns.column(name, "", _word) for name in _TEXT},
         inputs=columns.inputs,
-        data_deps=[tuple(index[one] for one in deps if one in index) for deps in columns.data_deps],
+        data_deps=[tuple(index[needed] for needed in deps if needed in index) for deps in columns.data_deps],
         ctrl_deps=[
-            tuple(index[one] for one in deps if index.get(one, own) != own)
-            for own, deps in enumerate(columns.ctrl_deps)
+            tuple(index[needed] for needed in deps if index.get(needed, node) != node)
+            for node, deps in enumerate(columns.ctrl_deps)
         ],
     )

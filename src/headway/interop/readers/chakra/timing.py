@@ -1,4 +1,9 @@
-"""When a Chakra trace's nodes ran: as it states, or else as their dependencies permit."""
+"""Computes when a Chakra trace's nodes ran: as stated, or else as early as their dependencies permit.
+
+Without stated times, a node runs once its dependencies have ended and its queue is free. The host and each stream of a
+device run one node at a time, each process group one collective; a queue takes the ready node with the lowest id, as
+ASTRA-sim does. Nodes without a queue run immediately.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +21,27 @@ from headway.arrays import Ints, Texts
 from headway.interop.readers.chakra.communication import Communication
 from headway.interop.readers.chakra.document import LONGEST_US, Nodes, NodeType
 from headway.interop.readers.foreign import Document, damaged
-from headway.interop.readers.torch_json import ints, whole
+from headway.interop.readers.torch_json import bounded_int, ints
 from headway.trace.events import Events, Kind, Stream, texts
 
 LONGEST_NS = 2**62
 
 
-# When nodes run that state no times: as soon as what they depend on has ended and their queue is free.
-#
-# The host computes one node at a time, each stream of a device one, and each process group carries one collective; of
-# those that could run, a queue takes the one with the lowest id, as ASTRA-sim does. What has no queue runs at once.
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """When each node started, and when everything that it depends on had ended; -1 for what can never start."""
+    """When each node started, and when all its dependencies had ended; -1 for nodes that never start."""
 
     start_ns: Ints
     ready_ns: Ints
 
     @property
     def stuck(self) -> int:
-        """How many nodes wait for themselves."""
+        """The number of nodes that never start, because their dependencies form a cycle."""
         return int((self.start_ns < 0).sum())
 
 
 class EndlessError(ValueError):
-    """Everything together takes longer than can be counted."""
+    """The total time exceeds 64 bits of nanoseconds."""
 
 
 def lay_out(
@@ -51,9 +50,9 @@ def lay_out(
     queue: Sequence[Hashable],
     number: Sequence[int],
 ) -> Layout:
-    """Run the nodes. ``depends_on`` has indices, ``queue`` None for what never queues, ``number`` orders a queue.
+    """Schedule the nodes. ``depends_on`` has indices, ``queue`` is None for no queue, ``number`` orders a queue.
 
-    Raises EndlessError where times outgrow 64 bits.
+    Raises EndlessError if times exceed 64 bits.
     """
     count = len(duration_ns)
     after: list[list[int]] = [[] for _ in range(count)]
@@ -108,14 +107,14 @@ def lay_out(
 
 
 _MARK = re.compile(r"^ProfilerStep\s?#\s?(\d{1,15})$")
-LEAST_PERIOD = 2  # computations that make a step, where nothing marks steps
+LEAST_PERIOD = 2  # fewest computations of a step found by repetition
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Windows of time in order, one a step. ``notes`` say where they come from, if nothing marks them.
+    """Step windows in order. ``notes`` say how they were found if nothing marks them.
 
-    A device lags behind its host: ``begun_ns`` is when the host began the steps, where that is another moment.
+    ``begun_ns`` is when the host began the steps, if they are windows of a device, which lags behind.
     """
 
     number: Ints
@@ -125,16 +124,16 @@ class Steps:
     begun_ns: Ints | None = None
 
     def of(self, moments: Ints) -> npt.NDArray[np.intp]:
-        """The index of the step in which each moment lies, or of the one before; -1 before all of them."""
-        found: npt.NDArray[np.intp] = np.searchsorted(self.start_ns, moments, side="right") - 1
-        return found
+        """The index of the last step that began before each moment; -1 if there is none."""
+        steps: npt.NDArray[np.intp] = np.searchsorted(self.start_ns, moments, side="right") - 1
+        return steps
 
     def of_causes(self, ends: Ints) -> npt.NDArray[np.intp]:
-        """The index of the step that caused what was asked for at each of ``ends``: the end of a step is part of it."""
+        """The index of the step that caused a launch at each of ``ends``; the end of a step belongs to it."""
         begun_ns = self.start_ns if self.begun_ns is None else self.begun_ns
         before, until = (np.searchsorted(begun_ns, ends, side=side) - 1 for side in ("left", "right"))
-        found: npt.NDArray[np.intp] = np.maximum(before, np.minimum(until, 0))
-        return found
+        steps: npt.NDArray[np.intp] = np.maximum(before, np.minimum(until, 0))
+        return steps
 
     def events(self) -> Events:
         """STEP events."""
@@ -145,11 +144,11 @@ class Steps:
 
 
 def stated(windows: object) -> Steps | None:
-    """Steps from the number, start and end in microseconds of each, one after the other, as Headway writes them."""
+    """Steps from a flat list of (number, start, end) in microseconds, as Headway writes them; None if invalid."""
     if not isinstance(windows, list) or not windows or len(windows) % 3:
         return None
     rows = [
-        tuple(whole(value, 2**62 // 1000) for value in windows[at : at + 3])
+        tuple(bounded_int(value, 2**62 // 1000) for value in windows[at : at + 3])
         for at in range(0, len(windows), 3)
     ]
     ordered = all(before[2] <= after[1] and before[0] < after[0] for before, after in pairwise(rows))
@@ -160,7 +159,7 @@ def stated(windows: object) -> Steps | None:
 
 
 def marked(name: Texts, start_ns: Ints, end_ns: int) -> Steps | None:
-    """The steps that ``profiler.step()`` marked: each lasts until the next begins. ``end_ns`` ends the last."""
+    """The steps marked by ``profiler.step()``: each lasts until the next, the last until ``end_ns``. None if unmarked."""
     marks = {
         int(match[1]): int(start_ns[index])
         for index, text in reversed(list(enumerate(name.tolist())))
@@ -174,9 +173,9 @@ def marked(name: Texts, start_ns: Ints, end_ns: int) -> Steps | None:
 
 
 def repeated(name: Sequence[str], start_ns: Ints, first_ns: int, end_ns: int) -> Steps:
-    """Steps where the computations ``name``, in order of their start, repeat; one step where they do not."""
-    known: dict[str, int] = {}
-    codes = ints([known.setdefault(one, len(known)) for one in name])
+    """Steps from repetitions of the computations ``name``, ordered by start; a single step if nothing repeats."""
+    code_of_name: dict[str, int] = {}
+    codes = ints([code_of_name.setdefault(text, len(code_of_name)) for text in name])
     count = len(codes)
     period = next(
         (p for p in _divisors(count) if p >= LEAST_PERIOD and np.array_equal(codes[p:], codes[: count - p])),
@@ -185,17 +184,15 @@ def repeated(name: Sequence[str], start_ns: Ints, first_ns: int, end_ns: int) ->
     starts = start_ns[::period].copy() if count else ints([first_ns])
     starts[0] = first_ns
     if period == count or (np.diff(starts) <= 0).any() or starts[-1] >= end_ns:
-        note = "Nothing marks steps, and nothing repeats: everything is taken for one step."
+        note = "Steps are not marked, and nothing repeats: everything counts as one step."
         return Steps(ints([0]), ints([first_ns]), ints([end_ns]), (note,))
-    note = (
-        f"Nothing marks steps: computation repeats {len(starts)} times, and each time is taken for one step."
-    )
+    note = f"Steps are not marked: computation repeats {len(starts)} times, and each repetition counts as one step."
     return Steps(np.arange(len(starts), dtype=np.int64), starts, np.append(starts[1:], end_ns), (note,))
 
 
 def _divisors(count: int) -> list[int]:
-    small = [one for one in range(1, int(count**0.5) + 1) if count % one == 0]
-    return sorted({*small, *(count // one for one in small)})
+    small = [divisor for divisor in range(1, int(count**0.5) + 1) if count % divisor == 0]
+    return sorted({*small, *(count // divisor for divisor in small)})
 
 
 _COMPUTES = (NodeType.COMP, NodeType.SEND, NodeType.RECEIVE, NodeType.COLLECTIVE)
@@ -203,10 +200,10 @@ _COMPUTES = (NodeType.COMP, NodeType.SEND, NodeType.RECEIVE, NodeType.COLLECTIVE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """When nodes start and end, in nanoseconds; -1 for the start of what waits for itself.
+    """When nodes start and end, in nanoseconds; start -1 for nodes in a cycle.
 
-    ``asked_ns`` is when communication was asked for, or a device's computation: when what the host computed for it, or
-    else what was computed for it, had ended.
+    ``asked_ns`` is when communication or device computation was launched: when the host nodes, or else all
+    computation, that it depends on had ended.
     """
 
     start_ns: Ints
@@ -218,33 +215,35 @@ class Timing:
 
 
 def timing_of(document: Document, nodes: Nodes, communication: Communication) -> Timing:
-    """Time the nodes. Raises TraceError where some wait for themselves, or take longer than can be counted."""
+    """Time the nodes. Raises TraceError if dependencies form a cycle or times exceed 64 bits."""
     layout, needs, notes = _laid_out(document, nodes, communication)
     runs = layout.start_ns >= 0
     stated = bool(nodes.start_ns.any())
     start_ns = np.where(runs, nodes.start_ns, -1) if stated else layout.start_ns
     end_ns = start_ns + nodes.duration_ns
     if not stated:
-        notes.append("Nothing states when nodes ran: each starts as soon as what it depends on has ended.")
+        notes.append("Start times are not recorded: each node starts as soon as its dependencies have ended.")
     communicates = np.zeros(len(nodes), dtype=bool)
     communicates[communication.index] = True
     asked_ns = np.minimum(start_ns, start_ns if stated else layout.ready_ns)
     for index in np.flatnonzero(communicates | ~nodes.on_host).tolist():
-        own = [need for need in needs[index] if not communicates[need]]
-        own = [need for need in own if nodes.on_host[need]] or (own if communicates[index] else [])
-        if own:
-            asked_ns[index] = min(max(int(end_ns[need]) for need in own), int(start_ns[index]))
-    if stated:  # then traces that Headway wrote state this, too
-        told_us = nodes.whole["headway_asked"]
-        told = (told_us >= 0) & (told_us < LONGEST_US)
-        asked_ns = np.where(told, np.minimum(np.where(told, told_us, 0) * 1000, start_ns), asked_ns)
+        causes = [need for need in needs[index] if not communicates[need]]
+        causes = [need for need in causes if nodes.on_host[need]] or (causes if communicates[index] else [])
+        if causes:
+            asked_ns[index] = min(max(int(end_ns[need]) for need in causes), int(start_ns[index]))
+    if stated:  # traces written by Headway state launch times, too
+        stated_us = nodes.integers["headway_asked"]
+        is_stated = (stated_us >= 0) & (stated_us < LONGEST_US)
+        asked_ns = np.where(
+            is_stated, np.minimum(np.where(is_stated, stated_us, 0) * 1000, start_ns), asked_ns
+        )
     return Timing(start_ns, end_ns, asked_ns, stated, layout.stuck, tuple(notes))
 
 
 def _laid_out(
     document: Document, nodes: Nodes, communication: Communication
 ) -> tuple[Layout, list[tuple[int, ...]], list[str]]:
-    """Let the nodes run; the dependencies that counted; and what has to be said of them."""
+    """Schedule the nodes; returns the layout, the dependencies that it used, and notes."""
     queues = _queues(nodes, communication)
     durations = nodes.duration_ns.tolist()
     notes = []
@@ -254,20 +253,20 @@ def _laid_out(
         if layout.stuck:
             needs = nodes.data_deps
             layout = lay_out(needs, durations, queues, nodes.id)
-            notes.append("Some nodes call themselves in a cycle: only dependencies on data count.")
+            notes.append("Control dependencies form a cycle: only data dependencies were used.")
     except EndlessError:
-        raise damaged(document, "nodes that take longer than 146 years") from None
+        raise damaged(document, "a total time of more than 146 years") from None
     if layout.stuck:
         stuck = nodes.id[int(np.flatnonzero(layout.start_ns < 0)[0])]
         if not document.lenient:
-            raise damaged(document, f"{layout.stuck} nodes that wait for themselves, {stuck} among them")
-        notes.append(f"{layout.stuck} nodes wait for themselves and were left out.")
+            raise damaged(document, f"{layout.stuck} nodes in a dependency cycle, such as {stuck}")
+        notes.append(f"{layout.stuck} nodes in a dependency cycle were left out.")
     return layout, needs, notes
 
 
 def _queues(nodes: Nodes, communication: Communication) -> list[Hashable]:
-    """What each node takes its turn in. A device's streams go by their number or, in older files, by a thread's."""
-    streams = np.where(nodes.whole["stream"] >= 0, nodes.whole["stream"], nodes.whole["tid"])
+    """The queue of each node. Device streams are identified by number or, in older files, by thread."""
+    streams = np.where(nodes.integers["stream"] >= 0, nodes.integers["stream"], nodes.integers["tid"])
     queues: list[Hashable] = [None] * len(nodes)
     computes = np.isin(nodes.type, _COMPUTES)
     for index in np.flatnonzero(computes).tolist():

@@ -1,1 +1,1 @@
-"""PyTorch's profiler (Kineto): one JSON document a rank, of CUDA, ROCm and CPU jobs, old and new."""
+"""Reads traces of PyTorch's profiler (Kineto)."""

@@ -1,4 +1,4 @@
-"""A Kineto document as columns. Only what is used is decoded: most of a document is call stacks and shapes."""
+"""Decodes a Kineto document into columns, skipping what Headway does not use: most of it is call stacks and shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_JSON = re.compile(rb"([:\[,]\s*)-?(?:NaN|Infinity)(?=\s*[,\]}])")
 
 
 class Arguments(msgspec.Struct, frozen=True, gc=False):
-    """What is looked at in an event's ``args``. Kineto is free with types, so that none is asked for here."""
+    """The used fields of an event's ``args``; untyped, because Kineto's types vary."""
 
     correlation: Any = None
     stream: Any = None
@@ -47,7 +47,7 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class Correlation(msgspec.Struct, frozen=True, gc=False):
-    """Only what joins a runtime call and the kernel that it launched."""
+    """The id that joins a runtime call and the kernel that it launched."""
 
     correlation: Any = None
 
@@ -83,7 +83,7 @@ class Distributed(msgspec.Struct, frozen=True):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What stands next to the events."""
+    """The fields next to ``traceEvents``."""
 
     raw_distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
     base: Any = msgspec.field(name="baseTimeNanoseconds", default=0)
@@ -92,12 +92,12 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def base_ns(self) -> int:
-        """What the events' times count from."""
+        """The origin of the events' times, in nanoseconds since 1970; 0 if not stated."""
         return self.base if isinstance(self.base, int) and abs(self.base) < LONGEST_NS else 0
 
     @property
     def device(self) -> str:
-        """What its first device is called; "" where that is not told."""
+        """The name of the first device, or ""."""
         try:
             devices = msgspec.json.decode(self.raw_devices)
         except (ValueError, RecursionError):
@@ -108,7 +108,7 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def distributed(self) -> Distributed:
-        """Who recorded it, as far as that is told."""
+        """``distributedInfo``, as far as it is readable."""
         try:
             return msgspec.json.decode(self.raw_distributed, type=Distributed | None) or Distributed()
         except (ValueError, RecursionError):
@@ -120,7 +120,7 @@ class _Document(Head, frozen=True):
 
 
 def decode(data: bytes) -> tuple[Head, Sequence[Entry]]:
-    """A document is an object around its events, or a list of nothing else. NaN is not JSON, but is written."""
+    """Decode a document: an object with its events, or a bare list. Also accepts NaN, which Kineto writes."""
     try:
         return _decode_json(data)
     except msgspec.DecodeError:
@@ -133,20 +133,22 @@ def decode(data: bytes) -> tuple[Head, Sequence[Entry]]:
 def _decode_json(data: bytes) -> tuple[Head, Sequence[Entry]]:
     if data[:64].lstrip()[:1] == b"[":
         return Head(), msgspec.json.decode(data, type=list[Entry])
-    whole = msgspec.json.decode(data, type=_Document)
-    return whole, whole.events
+    decoded = msgspec.json.decode(data, type=_Document)
+    return decoded, decoded.events
 
 
 _START = b'"traceEvents"'
 _ENTRY = msgspec.json.Decoder(Entry)
-# What a damaged document may cost, in characters that are looked through: so many times its length, or at least some.
+# The budget for salvaging a damaged document, in scanned characters: a multiple of its length, or this minimum.
 _RESCANS, _LEAST_BUDGET = 8, 20_000_000
-_DEEP_COST = 100_000  # of brackets in a thousand brackets
-_PLACE_SHARE = 64  # to say where it failed the decoder counts lines from the beginning, this much faster
+_DEEP_COST = 100_000  # charged for endless nesting or numbers
+_PLACE_SHARE = (
+    64  # on failure the decoder counts lines from the beginning, this many times as fast as it scans
+)
 
 
 def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
-    """The events of a damaged document one by one; how many stretches of it could not be read."""
+    """Decode the events of a damaged document one by one; also counts the unreadable stretches."""
     begin = data.find(_START)
     if begin < 0:
         return Head(), [], 0
@@ -157,16 +159,13 @@ def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
     broken, position = 0, text.find("{")
     while position >= 0 and len(entries) <= MAX_EVENTS and budget > 0:
         try:
-            found, end = decoder.raw_decode(text, position)
-            entries.append(_ENTRY.decode(msgspec.json.encode(found)))  # turns NaN into null
+            value, end = decoder.raw_decode(text, position)
+            entries.append(_ENTRY.decode(msgspec.json.encode(value)))  # turns NaN into null
         except json.JSONDecodeError as failure:
             broken += 1
             end = position + 1
             budget -= failure.pos - position + failure.pos // _PLACE_SHARE
-        except (
-            ValueError,
-            RecursionError,
-        ):  # numbers of thousands of digits, brackets in thousands of brackets
+        except (ValueError, RecursionError):  # thousands of digits or of nested brackets
             broken += 1
             end = position + 1
             budget -= _DEEP_COST
@@ -175,7 +174,7 @@ def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
 
 
 def _head(before: bytes) -> Head:
-    """What stands before the events, where that is whole."""
+    """The fields before the events, if they are intact."""
     try:
         return msgspec.json.decode(before.rstrip().rstrip(b",") + b"}", type=Head)
     except (ValueError, RecursionError):
@@ -197,9 +196,9 @@ _CODES |= {  # as Kineto called them in 2021
 
 @dataclass(frozen=True, eq=False)
 class KinetoDocument:
-    """The events of a document that are used, as columns ordered by start; times in nanoseconds.
+    """The used events of a document as columns, ordered by start; times in nanoseconds.
 
-    What Python functions did, what the profiler did itself and what merely joins two others with an arrow is left out.
+    Python functions, the profiler's own overhead and flow arrows are left out.
     """
 
     head: Head
@@ -221,14 +220,14 @@ class KinetoDocument:
 
     @cached_property
     def name(self) -> Texts:
-        """What each event is called."""
+        """The name of each event."""
         return self.names[self.name_number]
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
     def threads(self, indices: npt.NDArray[np.intp]) -> Ints:
-        """A number for the process and thread of each of some events, the same whenever it is asked."""
+        """A number for the process and thread of each given event; the same in every call."""
         places: list[Any] = list(map(_PLACE, self.entries[indices]))
         numbers = self._numbers
         try:
@@ -241,18 +240,18 @@ class KinetoDocument:
         return np.fromiter(map(numbers.__getitem__, places), np.int64, len(places))
 
     def processes(self) -> dict[str, npt.NDArray[np.intp]]:
-        """The events of each process that took part in a merged document, by its label.
+        """The events of each process of a merged document, by its label.
 
-        Tools that merge ranks put a label before the process: "[TP00-DP00] 1". Where there is none all are of one.
+        Tools that merge ranks label each process, as in "[TP00-DP00] 1". Unlabelled events form one process, "".
         """
         labels: dict[str, list[int]] = {}
         for index, entry in enumerate(self.entries.tolist()):
-            found = _LABEL.match(entry.pid) if isinstance(entry.pid, str) else None
-            labels.setdefault(found[1] if found else "", []).append(index)
+            match = _LABEL.match(entry.pid) if isinstance(entry.pid, str) else None
+            labels.setdefault(match[1] if match else "", []).append(index)
         return {label: np.array(rows, dtype=np.intp) for label, rows in sorted(labels.items())}
 
     def where(self, indices: npt.NDArray[np.intp]) -> KinetoDocument:
-        """The events at ``indices``, in their order."""
+        """The events at ``indices``."""
         return replace(
             self,
             category=self.category[indices],
@@ -264,31 +263,31 @@ class KinetoDocument:
         )
 
     def of_category(self, *categories: str) -> npt.NDArray[np.intp]:
-        """The indices of the events of these categories, in order of their start."""
-        found = np.zeros(len(self), dtype=bool)
+        """The indices of the events of these categories, ordered by start."""
+        matches = np.zeros(len(self), dtype=bool)
         for category in categories:
-            found |= self.category == _CODES[category]
-        return np.flatnonzero(found)
+            matches |= self.category == _CODES[category]
+        return np.flatnonzero(matches)
 
     def called(self, indices: npt.NDArray[np.intp], wanted: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-        """Which of some events have a name that is ``wanted``; each distinct one is asked about once."""
-        known = np.fromiter(map(wanted, self.names.tolist()), np.bool_, len(self.names))
-        picked: npt.NDArray[np.bool_] = known[self.name_number[indices]]
+        """A mask of the events whose name is ``wanted``, which is called once per distinct name."""
+        is_wanted = np.fromiter(map(wanted, self.names.tolist()), np.bool_, len(self.names))
+        picked: npt.NDArray[np.bool_] = is_wanted[self.name_number[indices]]
         return picked
 
     def of_device(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Which of some events a device spent its time on."""
+        """A mask of the events that ran on a device."""
         on_device: npt.NDArray[np.bool_] = self.category[indices] < len(DEVICE)
         return on_device
 
     def arguments(self, indices: npt.NDArray[np.intp]) -> list[Arguments]:
-        """The arguments of some events; those that cannot be read are empty."""
+        """The arguments of the given events; empty if unreadable."""
         return self._decoded(Arguments, indices)
 
     def correlations(self, indices: npt.NDArray[np.intp]) -> list[int]:
-        """What joins calls and kernels, of some events; -1 where it is missing."""
-        found = [own.correlation for own in self._decoded(Correlation, indices)]
-        return [one if one.__class__ is int else -1 for one in found]
+        """The correlation ids of the given events; -1 if missing."""
+        values = [arguments.correlation for arguments in self._decoded(Correlation, indices)]
+        return [value if value.__class__ is int else -1 for value in values]
 
     def _decoded(self, kind: type[_Struct], indices: npt.NDArray[np.intp]) -> list[_Struct]:
         entries, decode = self.entries[indices], msgspec.json.Decoder(kind).decode
@@ -313,7 +312,7 @@ def _one_decoded(kind: type[_Struct], raw: msgspec.Raw) -> _Struct:
 def parse(document: Document) -> KinetoDocument:
     """Decode a Kineto document.
 
-    Raises TraceError for what is damaged, unless it is read leniently: then what can be kept is.
+    Raises TraceError if it is damaged; a lenient document is salvaged instead.
     """
     notes = []
     dropped = 0
@@ -323,9 +322,9 @@ def parse(document: Document) -> KinetoDocument:
         head, entries = decode(document.data)
     except (ValueError, RecursionError) as failure:
         if not document.lenient:
-            raise damaged(document, failure, expected="a whole Kineto document") from None
+            raise damaged(document, failure, expected="a complete Kineto document") from None
         head, entries, dropped = salvage(document.data)
-        notes.append("The document is damaged: what could be read of it was kept.")
+        notes.append("The document is damaged: only its readable events were kept.")
     if len(entries) > MAX_EVENTS:
         raise TraceError(
             f"{document.name} is too large",
@@ -348,7 +347,7 @@ def _used(entries: Sequence[Entry]) -> list[Entry]:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """A context without collections: of a million new objects the collector would look through all again and again."""
+    """Disable garbage collection in the block: it would scan millions of new objects again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -370,10 +369,10 @@ def _columns(
             raise damaged(
                 document,
                 f"an event with ts {wrong.ts!r:.40} and dur {wrong.dur!r:.40}",
-                expected="microseconds, dur not negative",
+                expected="times in microseconds, and dur of at least 0",
             )
         dropped += int((~fits).sum())
-        notes.append(f"{int((~fits).sum())} events without a possible time were left out.")
+        notes.append(f"{int((~fits).sum())} events with impossible times were left out.")
     order = np.flatnonzero(fits)
     order = order[np.argsort(start_ns[order], kind="stable")]
     count = len(entries)
@@ -393,7 +392,7 @@ def _columns(
 
 
 def nanoseconds(microseconds: list[Any]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Times in nanoseconds, to the last digit that is given; and which of them are times at all."""
+    """Convert to integer nanoseconds without losing digits; also a mask of valid times."""
     try:
         values = np.array(microseconds, dtype=np.float64)
         if values.ndim != 1:
@@ -402,8 +401,8 @@ def nanoseconds(microseconds: list[Any]) -> tuple[Ints, npt.NDArray[np.bool_]]:
         values = np.array([_number(value) for value in microseconds], dtype=np.float64)
     fits = np.isfinite(values) & (np.abs(values) < LONGEST_NS / 1000)
     values = np.where(fits, values, 0.0)
-    whole = np.floor(values)
-    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), fits
+    whole_us = np.floor(values)
+    return whole_us.astype(np.int64) * 1000 + np.rint((values - whole_us) * 1000).astype(np.int64), fits
 
 
 def _number(value: Any) -> float:
@@ -414,7 +413,7 @@ def _number(value: Any) -> float:
 
 
 def _numbered(names: list[Any]) -> tuple[Texts, npt.NDArray[np.intp]]:
-    """The distinct names, as texts, and the number of each."""
+    """The distinct names, and for each event the index of its name."""
     try:
         distinct = dict.fromkeys(names)
     except TypeError:  # a name that is a list

@@ -1,4 +1,4 @@
-"""Steps of a Kineto document: when each was begun by its main thread."""
+"""Finds the steps of a Kineto document, and its forward, backward and optimizer phases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARKS = ("user_annotation", "cpu_op", "Operator")
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The windows of the main thread, in order. ``stated`` says that the document names them."""
+    """Step windows on the main thread, in order. ``stated`` is False if the document marks none."""
 
     number: Ints
     start_ns: Ints
@@ -28,9 +28,9 @@ class Steps:
     stated: bool
 
     def of(self, moments: Ints) -> npt.NDArray[np.intp]:
-        """The index of the step in which each moment lies, or of the one before; -1 before all of them."""
-        found: npt.NDArray[np.intp] = np.searchsorted(self.start_ns, moments, side="right") - 1
-        return found
+        """The index of the last step that began before each moment; -1 if there is none."""
+        steps: npt.NDArray[np.intp] = np.searchsorted(self.start_ns, moments, side="right") - 1
+        return steps
 
     def rows(self, indices: Ints, start_ns: Ints, end_ns: Ints) -> Events:
         """STEP events for these steps."""
@@ -43,17 +43,17 @@ class Steps:
 
 
 def steps_of(document: KinetoDocument) -> Steps:
-    """The steps that ``profiler.step()`` marked, or else one step of everything."""
+    """The steps marked by ``profiler.step()``, or else one step of everything."""
     marks = document.of_category(*_MARKS)
-    found = [
+    marked = [
         (int(match[1]), index)
         for index, name in zip(marks.tolist(), document.name[marks].tolist(), strict=True)
         if name.startswith("ProfilerStep") and (match := _STEP.match(name))
     ]
-    if not found:
+    if not marked:
         first, last = document.start_ns[:1], document.end_ns.max(keepdims=True)
         return Steps(np.zeros(1, dtype=np.int64), first, last, _busiest(document), stated=False)
-    once = dict(reversed(found))  # a step that is there twice counts where it began
+    once = dict(reversed(marked))  # the first mark of a repeated step counts
     picked = np.array(sorted(once.values()), dtype=np.intp)
     number_of = {index: number for number, index in once.items()}
     return Steps(
@@ -84,9 +84,9 @@ def named(document: KinetoDocument, prefix: str) -> Indices:
 
 
 def of_moments(document: KinetoDocument, launches: Indices) -> Texts:
-    """FORWARD, BACKWARD or OPTIMIZER for each launch, by what encloses it on its thread; -1 is FORWARD."""
-    found = np.full(len(launches), Kind.FORWARD, dtype=object)
-    known = launches >= 0
+    """FORWARD, BACKWARD or OPTIMIZER for each launch, by its enclosing spans; launch -1 gives FORWARD."""
+    phases = np.full(len(launches), Kind.FORWARD, dtype=object)
+    is_launched = launches >= 0
     threads = document.threads(launches)
     starts_ns = document.start_ns[launches]
     for kind, spans in (
@@ -95,10 +95,10 @@ def of_moments(document: KinetoDocument, launches: Indices) -> Texts:
     ):
         span_threads = document.threads(spans)
         for thread in np.unique(span_threads).tolist():
-            own = spans[span_threads == thread]
-            covered = intervals.union(document.start_ns[own], document.end_ns[own])
-            found[known & (threads == thread) & intervals.inside(covered, starts_ns)] = kind
-    return found
+            thread_spans = spans[span_threads == thread]
+            covered = intervals.union(document.start_ns[thread_spans], document.end_ns[thread_spans])
+            phases[is_launched & (threads == thread) & intervals.inside(covered, starts_ns)] = kind
+    return phases
 
 
 def input_spans(document: KinetoDocument) -> intervals.Spans:

@@ -1,4 +1,4 @@
-"""What settings are asked for: a plan, and what is known of the job that it was made for."""
+"""The request to export a plan as settings: the plan, its job's models, and options for collectives."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Bucketed = DistributedDataParallelStrategy | DecoupledStrategy | ParameterServer
 
 @dataclass(frozen=True)
 class CollectiveOptions:
-    """What is asked of settings of collectives.
+    """Options for settings of collectives.
 
-    ``channels`` is how many of them a rule names, ``appended`` are rules to be kept behind the plan's own, and
-    ``as_replayed`` fixes what the plan leaves to the library to what a replay lays out.
+    ``channels`` is the number of channels in each rule, ``appended`` are rules to add after the plan's own, and
+    ``as_replayed`` fixes what the plan leaves to the library to the algorithms that a replay uses.
     """
 
     channels: int | None = None
@@ -36,11 +36,10 @@ class CollectiveOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A plan, and the models of its job's stages: none where its trace is not known, for a reason if there is one.
+class SettingsRequest:
+    """A plan, and the models of its job's stages: () if its trace is not available (``why_no_trace``).
 
-    A plan file alone says what was decided. What becomes of it for a model (how many elements a bucket holds, which
-    modules are in it) takes the model.
+    A plan file contains decisions only. Details such as a bucket's number of elements or modules need the model.
     """
 
     plan: Plan
@@ -50,15 +49,15 @@ class Asked:
 
     @property
     def data(self) -> Strategy | None:
-        """The strategy along the dimension of data; where it changes while the job trains, what it begins with."""
-        found = self.plan.parallel.get(DATA)
-        return None if found is None else found.begins_as
+        """The strategy along the data dimension; the initial one if it changes during training."""
+        strategy = self.plan.parallel.get(DATA)
+        return None if strategy is None else strategy.begins_as
 
     @property
     def pipeline(self) -> PipelineStrategy | None:
-        """The strategy along the dimension of stages."""
-        found = self.plan.parallel.get(PIPELINE)
-        return found if isinstance(found, PipelineStrategy) else None
+        """The strategy along the pipeline dimension."""
+        strategy = self.plan.parallel.get(PIPELINE)
+        return strategy if isinstance(strategy, PipelineStrategy) else None
 
     @property
     def pipeline_ranks(self) -> int:
@@ -67,19 +66,19 @@ class Asked:
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that train the same stage, or all of the model."""
+        """The number of ranks that train the same stage, or the whole model."""
         return self.plan.mesh.get(DATA, 1)
 
     def schedules(self, why: str) -> tuple[BucketSchedule, ...]:
-        """What the strategy along data decides for each stage.
+        """The data strategy's schedule for each stage.
 
-        Raises PlanError where there is no trace, saying ``why`` it is needed, and where the plan is for another model.
+        Raises PlanError if there is no trace, saying ``why`` it is needed, or if the plan is for another model.
         """
         assert isinstance(self.data, Bucketed)
         return tuple(self.data.decide(Job.of(stage, self.replicas)) for stage in self.models(why))
 
     def models(self, why: str) -> tuple[ModelSpec, ...]:
-        """The models of the stages. Raises PlanError where there is no trace, saying ``why`` it is needed."""
+        """The models of the stages. Raises PlanError if there is no trace, saying ``why`` it is needed."""
         if not self.stages:
             raise PlanError(
                 f"these settings need the model: {why}", got=self.why_no_trace,
@@ -88,7 +87,7 @@ class Asked:
         return self.stages
 
     def refuse(self, tool: str, expected: str, fix: str = "") -> NoReturn:
-        """Raise PlanError: ``tool`` has nothing that comes near this plan."""
+        """Raise PlanError: ``tool`` has no equivalent of this plan."""
         raise PlanError(
             f"{tool} has no settings for this plan",
             got="; ".join(strategy.describe() for strategy in self.plan.parallel.values()),
@@ -97,32 +96,34 @@ class Asked:
         )
 
 
-def bucketed(asked: Asked, tool: str, kinds: tuple[type[Strategy], ...]) -> Bucketed | None:
-    """The strategy along data, one of ``kinds``; None for a pipeline alone. Raises PlanError for others."""
-    if asked.data is None and asked.pipeline is not None:
+def bucketed(request: SettingsRequest, tool: str, kinds: tuple[type[Strategy], ...]) -> Bucketed | None:
+    """The data strategy if it is one of ``kinds``; None for a pipeline alone. Raises PlanError for others."""
+    if request.data is None and request.pipeline is not None:
         return None
-    if not isinstance(asked.data, kinds):
+    if not isinstance(request.data, kinds):
         names = " or ".join(kind.name for kind in kinds)
-        asked.refuse(tool, f"{names} along {DATA}")
-    assert isinstance(asked.data, Bucketed)
-    return asked.data
+        request.refuse(tool, f"{names} along {DATA}")
+    assert isinstance(request.data, Bucketed)
+    return request.data
 
 
 def one_wire(strategy: DistributedDataParallelStrategy) -> Cast | None:
-    """What type every bucket is cast to, where all are to the same; None where they are not, or otherwise sent."""
+    """The cast that all buckets share; None if they differ or are sent in another form."""
     kinds = set(strategy.wire)
     only = next(iter(kinds)) if len(kinds) == 1 else None
     return only if isinstance(only, Cast) and not only.error_feedback else None
 
 
-def unexpressed(asked: Asked, of_passes: Sequence[str] | None = None) -> list[str]:
-    """What no stock tool does of a plan. ``of_passes`` is what a tool does not do of passes, all of them by default."""
-    said = [f"the pass {pass_.name}" for pass_ in asked.plan.passes] if of_passes is None else list(of_passes)
-    planned = asked.plan.parallel.get(DATA)
+def unexpressed(request: SettingsRequest, of_passes: Sequence[str] | None = None) -> list[str]:
+    """The parts of a plan that no tool supports, after the unsupported passes (``of_passes``, by default all)."""
+    lacks = (
+        [f"the pass {pass_.name}" for pass_ in request.plan.passes] if of_passes is None else list(of_passes)
+    )
+    planned = request.plan.parallel.get(DATA)
     if planned is not None and planned.begins_as is not planned:
-        said.append("the search for better options while training: these are what it begins with")
-    if isinstance(asked.data, DecoupledStrategy) and asked.data.wire is not None:
-        said.append(f"gradients sent as {asked.data.wire.describe()}: they are sent as they are")
-    if asked.pipeline is not None and asked.pipeline.follows_network:
-        said.append("the order that follows the network: it stays at the one that it begins with")
-    return said
+        lacks.append("the search for better options during training: these are the initial ones")
+    if isinstance(request.data, DecoupledStrategy) and request.data.wire is not None:
+        lacks.append(f"gradients sent as {request.data.wire.describe()}: they are sent uncompressed")
+    if request.pipeline is not None and request.pipeline.follows_network:
+        lacks.append("the order that follows the network: the initial order is kept")
+    return lacks
