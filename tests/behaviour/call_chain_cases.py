@@ -97,7 +97,8 @@ class Doubled(nn.Module):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         """Both layers."""
-        return self.second(self.first(batch).relu())
+        hidden: torch.Tensor = self.first(batch).relu()
+        return torch.as_tensor(self.second(hidden))
 
 
 def watch_micro_batches(_rank: int, _world_size: int) -> list[str]:

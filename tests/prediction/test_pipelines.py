@@ -278,7 +278,11 @@ def test_what_ifs_of_pipelines() -> None:
     assert min(slower) > 1.1 * plain
     assert step_ms("traffic:h0:h1=9gbit") > plain
     assert step_ms("random-slowdown:20%=3x") > plain
-    for text, said in (("dies:1@2s", "dies after"), ("workers=8", "--workers"), ("kernels:a=2x", "recording")):
+    for text, said in (
+        ("dies:1@2s", "dies after"),
+        ("workers=8", "--workers"),
+        ("kernels:a=2x", "recording"),
+    ):
         with pytest.raises(UserError, match=said):
             step_ms(text)
 

@@ -15,7 +15,7 @@ from headway.cluster import Cluster, Host
 from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation, Item, Part, Point, Timeline
-from headway.interop.settings.asked import Asked, CollectiveOptions
+from headway.interop.settings.request import CollectiveOptions, SettingsRequest
 from headway.interop.settings.tools import settings_for
 from headway.job import Job
 from headway.passes.accumulate import Accumulate
@@ -192,7 +192,7 @@ def test_settings_have_passes_in_a_file_of_their_own() -> None:
 def test_settings_in_pipelines_say_that_their_order_is_not_its_own() -> None:
     plan = meshed(DistributedDataParallelStrategy()).plan
     plan = plan.model_copy(update={"parallel": {**plan.parallel, "data": LocalSGDStrategy(steps=4)}})
-    assert any("order of micro-batches" in lack for lack in settings_for("ddp", Asked(plan)).lacks)
+    assert any("order of micro-batches" in lack for lack in settings_for("ddp", SettingsRequest(plan)).lacks)
 
 
 def test_nccl_is_left_to_choose() -> None:

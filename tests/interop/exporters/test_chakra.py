@@ -16,7 +16,7 @@ from tests.synthetic import MS, SyntheticJob, synthetic_trace, trace_of
 from headway.errors import TraceError
 from headway.interop.exporters.chakra import write_chakra
 from headway.interop.readers.chakra import reader
-from headway.interop.readers.chakra.document import NodeType
+from headway.interop.readers.chakra.schema import NodeType
 from headway.interop.readers.foreign import Document, ForeignRank
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Trace

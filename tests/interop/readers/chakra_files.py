@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from headway.interop.readers.chakra.document import frames, metadata_class, node_class
+from headway.interop.readers.chakra.document import frames
+from headway.interop.readers.chakra.schema import metadata_class, node_class
 
 FIXTURES = Path(__file__).parent / "fixtures" / "chakra"
 

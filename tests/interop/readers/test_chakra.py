@@ -21,7 +21,7 @@ from tests.interop.readers.damaging import damaged_bytes, refused
 
 from headway.errors import TraceError
 from headway.interop.readers.chakra import communication, reader
-from headway.interop.readers.chakra.document import NodeType
+from headway.interop.readers.chakra.schema import NodeType
 from headway.interop.readers.chakra.timing import lay_out
 from headway.interop.readers.foreign import Document, ForeignRank
 from headway.interop.readers.formats import SNIFFED_BYTES, readers

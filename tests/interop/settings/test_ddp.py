@@ -8,7 +8,6 @@ from tests.models import layered_model
 
 from headway.errors import PlanError
 from headway.interop.settings import ddp
-from headway.interop.settings.request import SettingsRequest
 from headway.model import ModelSpec
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.decoupled.policy import DecoupledStrategy

@@ -305,7 +305,9 @@ def test_points_at_which_no_stage_can_begin_are_refused(
 
 def test_calls_of_pipe_split_have_to_be_as_many_as_stages() -> None:
     model = made(lambda: GPT(GPTConfig(splits=True)))
-    with pytest.raises(PlanError, match=r"pipe_split\(\) calls do not give one stage per rank; got 2 calls; expected 1"):
+    with pytest.raises(
+        PlanError, match=r"pipe_split\(\) calls do not give one stage per rank; got 2 calls; expected 1"
+    ):
         cut(model, stages=2)
     assert cut(model, stages=3).stages_of("transformer.h.2.ln_1.weight") == (1,)
     assert cut(model, ("transformer.h.2",)).stages_of("transformer.h.2.ln_1.weight") == (1,), (

@@ -18,7 +18,7 @@ import numpy as np
 from headway import files
 from headway.diagnosis.breakdown import REST, Segment, segments
 from headway.errors import TraceError
-from headway.interop.readers.chakra.document import COLLECTIVES, VERSION, NodeType, metadata_class, node_class
+from headway.interop.readers.chakra.schema import COLLECTIVES, VERSION, NodeType, metadata_class, node_class
 from headway.trace.events import Event, Events, Kind, inner_messages
 from headway.trace.format import RankInfo, Trace
 from headway.version import __version__

@@ -37,21 +37,22 @@ def settings_for(tool: str, request: SettingsRequest) -> Settings:
     return TOOLS[tool](request)
 
 
-def _with_passes(tool: str, found: Settings, asked: Asked) -> Settings:
-    """What a strategy itself made of a plan, with its passes in a file of their own, where the tool is torch's."""
-    told = in_torch(asked.plan.passes) if tool in IN_TORCH else None
-    of_passes = None if told is None else told.lacks
-    lacks = (*found.lacks, *ddp.of_pipeline(asked), *unexpressed(asked, of_passes))
-    if told is None or not told.code:
-        return replace(found, lacks=lacks)
-    gist = ", ".join(told.gists)
-    first = f" Call prepare() of {PASSES_FILE} on the model before that." if told.prepares else ""
+def _with_passes(tool: str, settings: Settings, request: SettingsRequest) -> Settings:
+    """Add the plan's passes to a strategy's own settings, in a file of their own, if ``tool`` is torch."""
+    in_script = torch_code(request.plan.passes) if tool in IN_TORCH else None
+    unsupported = None if in_script is None else in_script.lacks
+    lacks = (*settings.lacks, *ddp.of_pipeline(request), *unexpressed(request, unsupported))
+    if in_script is None or not in_script.code:
+        return replace(settings, lacks=lacks)
+    gist = ", ".join(in_script.gists)
+    first = f" Call prepare() of {PASSES_FILE} on the model before that." if in_script.prepares else ""
+    text = python_file(gist, in_script.lacks, in_script.imports + in_script.code)
     return replace(
-        found,
-        gist=f"{found.gist}, {gist}",
-        use=found.use + first + told.use + (f" They are in {PASSES_FILE}." if told.use else ""),
+        settings,
+        gist=f"{settings.gist}, {gist}",
+        use=settings.use + first + in_script.use + (f" They are in {PASSES_FILE}." if in_script.use else ""),
         lacks=lacks,
-        files={**found.files, PASSES_FILE: python_file(gist, told.lacks, told.imports + told.code)},
+        files={**settings.files, PASSES_FILE: text},
     )
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints, Texts
-from headway.interop.readers.chakra.document import COLLECTIVES, Nodes, NodeType
+from headway.interop.readers.chakra.document import Nodes
+from headway.interop.readers.chakra.schema import COLLECTIVES, NodeType
 from headway.interop.readers.execution_trace import (
     ExecutedCommunication,
     Node,

@@ -14,7 +14,8 @@ from headway.errors import TraceError
 from headway.interop.readers.chakra import communication
 from headway.interop.readers.chakra import timing as step_marks
 from headway.interop.readers.chakra.communication import Communication, communication_of, host_calls
-from headway.interop.readers.chakra.document import ChakraDocument, Nodes, NodeType, looks_like_chakra, parse
+from headway.interop.readers.chakra.document import ChakraDocument, Nodes, looks_like_chakra, parse
+from headway.interop.readers.chakra.schema import NodeType
 from headway.interop.readers.chakra.timing import LONGEST_NS, Steps, Timing, timing_of
 from headway.interop.readers.execution_trace import ExecutedCommunication
 from headway.interop.readers.foreign import Companion, Document, ForeignRank, Reading

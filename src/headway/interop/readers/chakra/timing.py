@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from headway.arrays import Ints, Texts
 from headway.interop.readers.chakra.communication import Communication
-from headway.interop.readers.chakra.document import LONGEST_US, Nodes, NodeType
+from headway.interop.readers.chakra.document import LONGEST_US, Nodes
+from headway.interop.readers.chakra.schema import NodeType
 from headway.interop.readers.foreign import Document, damaged
 from headway.interop.readers.torch_json import bounded_int, ints
 from headway.trace.events import Events, Kind, Stream, texts

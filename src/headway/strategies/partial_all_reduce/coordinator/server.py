@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import InternalError, UserError
+from headway.rpc.interface import format_address
 from headway.strategies.partial_all_reduce.coordinator import messages, transport
 from headway.strategies.partial_all_reduce.coordinator.journal import Journal
 from headway.strategies.partial_all_reduce.coordinator.ledger import Ledger, MakeGenerator
