@@ -1,4 +1,4 @@
-"""What values show of themselves in notebooks: a sentence and a small table, all foreign text escaped."""
+"""Renders values for notebooks: a sentence and a small table, with all text escaped."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MOST_ROWS = 24
 MOST_CHARACTERS = 400
 
 
-def shown(sentence: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """HTML of ``sentence`` above a table; of more than MOST_ROWS rows the first."""
-    known = list(rows)
+def table_html(sentence: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """HTML of ``sentence`` above a table, limited to the first MOST_ROWS rows."""
+    all_rows = list(rows)
     lines = [f"<p>{_text(sentence)}</p>", "<table>", _row(head, "th")]
-    lines += [_row(row, "td") for row in known[:MOST_ROWS]]
+    lines += [_row(row, "td") for row in all_rows[:MOST_ROWS]]
     lines.append("</table>")
-    if len(known) > MOST_ROWS:
-        lines.append(f"<p>and {len(known) - MOST_ROWS} more</p>")
+    if len(all_rows) > MOST_ROWS:
+        lines.append(f"<p>and {len(all_rows) - MOST_ROWS} more</p>")
     return "\n".join(lines)
 
 
