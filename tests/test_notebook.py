@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 import headway
-from headway.notebook import MOST_CHARACTERS, MOST_ROWS, shown
+from headway.notebook import MOST_CHARACTERS, MOST_ROWS, table_html
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e&"
 
@@ -33,7 +33,7 @@ def test_foreign_text_is_escaped_and_cut() -> None:
     assert not {"<script", "\x1b", "\u202e"} & {
         part for part in ("<script", "\x1b", "\u202e") if part in said
     }
-    many = shown("x" * 1000, ("a",), ([number] for number in range(MOST_ROWS + 5)))
+    many = table_html("x" * 1000, ("a",), ([number] for number in range(MOST_ROWS + 5)))
     assert many.count("<tr>") == 1 + MOST_ROWS
     assert "and 5 more" in many
     assert "x" * (MOST_CHARACTERS + 1) not in many

@@ -1,4 +1,4 @@
-"""HTML for notebooks: a sentence and a small table, with all foreign text escaped."""
+"""Renders values for notebooks: a sentence and a small table, with all text escaped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MOST_ROWS = 24
 MOST_CHARACTERS = 400
 
 
-def shown(sentence: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """HTML of ``sentence`` above a table of at most MOST_ROWS rows."""
+def table_html(sentence: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """HTML of ``sentence`` above a table, limited to the first MOST_ROWS rows."""
     all_rows = list(rows)
     lines = [f"<p>{_text(sentence)}</p>", "<table>", _row(head, "th")]
     lines += [_row(row, "td") for row in all_rows[:MOST_ROWS]]

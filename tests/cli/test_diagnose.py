@@ -37,14 +37,14 @@ def said(traces: Path, new: str, *arguments: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("new", "arguments", "status", "first"),
     [
-        ("before", (), 0, "No change that exceeds noise"),
-        ("same", (), 0, "No change that exceeds noise"),
-        ("same", ("--threshold", "0"), 0, "No change that exceeds noise"),
+        ("before", (), 0, "No change beyond noise"),
+        ("same", (), 0, "No change beyond noise"),
+        ("same", ("--threshold", "0"), 0, "No change beyond noise"),
         ("slower", (), 1, "Slower by 12 %"),
         ("slower", ("--threshold", "10"), 1, "Slower by 12 %"),
         ("slower", ("--threshold", "15"), 0, "Slower by 12 %"),
         ("faster", (), 0, "Faster by 12 %"),
-        ("short", (), 0, "One step says nothing about noise"),
+        ("short", (), 0, "Cannot compare a single step"),
     ],
 )
 def test_the_status_tells_whether_it_became_slower(
@@ -91,7 +91,7 @@ def test_several_baselines_show_how_much_runs_differ(
     several = json.loads(text)["baseline"]
     assert several["baselines"] == 2
     assert several["regressed"] is bool(status)
-    assert "unknown from one baseline" not in several["sentence"]
+    assert "With a single baseline" not in several["sentence"]
 
 
 def test_the_next_command_is_named(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,8 +139,8 @@ def test_an_unknown_strategy_is_refused_before_anything_is_searched(
 
 
 def test_a_busy_machine_is_told() -> None:
-    busy = replace(answer_of(result()), contention="vm was busy: a load of 3.4 on 2 cores.")
-    assert busy.notes() == ["Note: vm was busy: a load of 3.4 on 2 cores."]
+    busy = replace(answer_of(result()), contention="vm was busy with other work: load 3.4 on 2 cores.")
+    assert busy.notes() == ["Note: vm was busy with other work: load 3.4 on 2 cores."]
     assert answer_of(result()).notes() == []
 
 

@@ -16,7 +16,7 @@ from tests.synthetic import MS, Extra, SyntheticJob, synthetic_trace, trace_of
 from headway import files
 from headway.diagnosis import Diagnosis, diagnose
 from headway.diagnosis.breakdown import PARTS
-from headway.diagnosis.comparison import ONE_RUN, compare, unlike
+from headway.diagnosis.comparison import ONE_RUN, compare, job_differences
 from headway.errors import TraceError
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace
@@ -34,7 +34,7 @@ def test_a_trace_did_not_change_from_itself(trace: Trace) -> None:
     assert same.change == 0
     assert set(same.parts_ms.values()) == {0.0}
     assert same.new_causes == same.gone_causes == ()
-    assert same.sentence.startswith(("No change", "One step says nothing"))
+    assert same.sentence.startswith(("No change", "Cannot compare a single step"))
     assert same.sentence.isprintable()
     json.loads(files.dump_json(same.to_document()))
 
@@ -42,17 +42,17 @@ def test_a_trace_did_not_change_from_itself(trace: Trace) -> None:
 def test_a_second_recording_of_the_same_job_is_no_change() -> None:
     same = compare(found_in(AGAIN), BASE)
     assert not same.regressed
-    assert same.sentence.startswith("No change that exceeds noise: the step went from 36.")
+    assert same.sentence.startswith("No change beyond noise: the step went from 36.")
     assert same.noise_ms == pytest.approx(ONE_RUN * BASE.step_ms)
-    assert "unknown from one baseline, and taken as 10 %" in same.sentence
+    assert "With a single baseline, runs are assumed to vary by 10 %" in same.sentence
 
 
 def test_several_baselines_say_by_how_much_runs_differ() -> None:
     runs = [found_in(replace(JOB, seed=seed)) for seed in (1, 2, 3)]
     steady = compare(found_in(replace(JOB, seed=4)), *runs)
-    assert steady.sentence.startswith("No change that exceeds noise")
+    assert steady.sentence.startswith("No change beyond noise")
     assert 0 < steady.noise_ms < 0.03 * BASE.step_ms
-    assert "unknown" not in steady.sentence
+    assert "With a single baseline" not in steady.sentence
     slightly = found_in(replace(AGAIN, forward_ms=JOB.forward_ms + 2.5))
     assert compare(slightly, *runs).regressed, "7 % are more than these runs differ"
     assert not compare(slightly, BASE).regressed, "which one of them does not show"
@@ -63,10 +63,7 @@ def test_several_baselines_say_by_how_much_runs_differ() -> None:
 def test_one_recording_of_each_does_not_tell_load_from_change() -> None:
     slower = found_in(replace(AGAIN, forward_ms=16.0))
     for new, old in ((slower, BASE), (BASE, slower)):
-        assert (
-            "the load of the machine may change more: give --baseline several times."
-            in compare(new, old).sentence
-        )
+        assert "machine load may change more: pass --baseline several times." in compare(new, old).sentence
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -81,7 +78,7 @@ def test_noise_is_no_regression(job: SyntheticJob, seed: int) -> None:
         ({"forward_ms": 16.0}, "computation", "in computation"),
         ({"input_ms": 9.0}, "input", "waiting for input"),
         ({"optimizer_ms": 8.0}, "optimizer", "in the optimizer"),
-        ({"rest_ms": 8.0}, "rest", "outside of the passes"),
+        ({"rest_ms": 8.0}, "rest", "outside the training passes"),
         ({"bucket_bytes": (4_500_000,) * 4}, "exposed_communication", "waiting for communication"),
         ({"slow": {(2, "forward"): 9.0}}, "straggler_wait", "waiting for other ranks"),
     ],
@@ -93,12 +90,12 @@ def test_what_became_slower_is_named(change: dict[str, object], part: str, says:
     assert max(worse.parts_ms, key=lambda one: worse.parts_ms[one]) == part
     assert worse.sentence.startswith(f"Slower by {100 * worse.change:.0f} %: the step went from 36.")
     assert f"most of it {says} (+" in worse.sentence
-    assert "that is above the threshold of 5 %. " in worse.sentence
+    assert "this is above the threshold of 5 %. " in worse.sentence
     assert sum(worse.parts_ms.values()) == pytest.approx(slower.step_ms - BASE.step_ms)
 
     tolerated = compare(slower, BASE, threshold=worse.change + 0.01)
     assert not tolerated.regressed
-    assert "that is within the threshold of" in tolerated.sentence
+    assert "this is within the threshold of" in tolerated.sentence
 
     better = compare(BASE, slower)
     assert not better.regressed
@@ -120,7 +117,7 @@ def test_what_noise_may_explain_is_no_regression() -> None:
     same = compare(spiked, found_in(replace(JOB, steps=8)), threshold=0.05)
     assert same.change > 0.4
     assert not same.regressed
-    assert same.sentence.startswith("No change that exceeds noise")
+    assert same.sentence.startswith("No change beyond noise")
 
 
 def test_one_step_tells_nothing() -> None:
@@ -128,7 +125,7 @@ def test_one_step_tells_nothing() -> None:
     for new, old in ((one, BASE), (BASE, one), (one, found_in(replace(JOB, steps=1)))):
         comparison = compare(new, old)
         assert not comparison.regressed
-        assert comparison.sentence.startswith("One step says nothing about noise: the step went from ")
+        assert comparison.sentence.startswith("Cannot compare a single step: the step went from ")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
@@ -164,13 +161,15 @@ def test_the_document_keeps_its_contract() -> None:
 
 def test_jobs_that_are_not_alike_are_told_and_other_frameworks_refused() -> None:
     trace = synthetic_trace(JOB)
-    assert unlike(trace, synthetic_trace(AGAIN)) == ""
+    assert job_differences(trace, synthetic_trace(AGAIN)) == ""
     wider = synthetic_trace(replace(JOB, world_size=JOB.world_size + 1))
-    assert unlike(wider, trace) == (
+    assert job_differences(wider, trace) == (
         f"These are not recordings of the same job: {JOB.world_size + 1} ranks against {JOB.world_size}."
     )
     other = replace(trace, model=trace.model.model_copy(update={"parameters": trace.model.parameters[1:]}))
-    assert "other parameters" in unlike(trace, other)
+    assert "different parameters" in job_differences(trace, other)
     foreign = replace(trace, manifest=trace.manifest.model_copy(update={"framework": "mxnet"}))
-    with pytest.raises(TraceError, match="the baseline is of another framework; got mxnet; expected pytorch"):
-        unlike(trace, foreign)
+    with pytest.raises(
+        TraceError, match="the baseline was recorded with another framework; got mxnet; expected pytorch"
+    ):
+        job_differences(trace, foreign)

@@ -98,7 +98,9 @@ def test_a_rank_that_delays_what_others_hide_is_found_as_a_faster_one_would_show
     assert accused(said) == ([1] if slowdown > 1 else [])
     if slowdown > 1:
         assert said.stragglers[0].hidden_ms == pytest.approx(gained_ms, rel=0.1)
-        assert "that all ranks wait for later begins" in " ".join(one.sentence for one in said.findings)
+        assert "communication that all ranks wait for begins late by" in " ".join(
+            one.sentence for one in said.findings
+        )
 
 
 def test_what_does_not_stand_out_is_no_sentence(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.diagnosis.critical_path import _Found, _name
+from headway.diagnosis.critical_path import _name, _Piece
 from headway.trace.events import Kind
 
 
@@ -18,5 +18,5 @@ from headway.trace.events import Kind
     ],
 )
 def test_names_that_are_numbers_are_quoted_where_a_count_follows(modules: tuple[str, ...], name: str) -> None:
-    run = [_Found(0, Kind.FORWARD, each, -1, 0, 100 - place) for place, each in enumerate(modules)]
+    run = [_Piece(0, Kind.FORWARD, each, -1, 0, 100 - place) for place, each in enumerate(modules)]
     assert _name(run) == name

@@ -135,7 +135,7 @@ def test_the_job_is_named_and_what_was_not_observed() -> None:
     assert found.job.versions == ("2.13.0",)
     part = details_of(diagnose(without_ranks(replace(trace, model=ModelSpec(parameters=())), 1, 3)))
     said = " ".join(part.not_observed)
-    assert "2 of 4 ranks: no file of ranks 1, 3." in said
+    assert "2 of 4 ranks: no file for ranks 1, 3." in said
     for what in ("Memory", "The model", "Operators", "Links and cores"):
         assert what in said
     json.loads(files.dump_json(diagnose(trace).to_document()))
@@ -145,9 +145,9 @@ def test_the_job_is_named_and_what_was_not_observed() -> None:
     ("threads", "cores", "load", "says"),
     [
         (1, ((0, 3),), 4.0, ""),
-        (1, ((0, 0),), 1.0, "compute with 4 threads on 1 cores"),
+        (1, ((0, 0),), 1.0, "use 4 threads on 1 cores"),
         (4, ((0, 3),), 4.0, "16 threads on 4 cores"),
-        (1, ((0, 3),), 9.5, "a load of 9.5 on 4 cores"),
+        (1, ((0, 3),), 9.5, "load 9.5 on 4 cores"),
         (0, (), None, ""),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_straggler_beside_slow_links_is_mentioned() -> None:
     job = SyntheticJob(bucket_bytes=(500_000, 12_000_000), slow={(2, "backward"): 18.0})
     found = diagnose(synthetic_trace(job))
     assert found.verdict.startswith("Communication is the bottleneck")
-    assert "in addition, the others wait for rank 2" in found.verdict
+    assert "in addition, the other ranks wait for rank 2" in found.verdict
 
 
 def test_nothing_wrong_is_said() -> None:
@@ -195,11 +195,11 @@ def test_one_big_late_bucket_is_named() -> None:
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        (SyntheticJob(bucket_bytes=(10_000_000,) * 4), "because the links are busy for 60.2 ms of it"),
+        (SyntheticJob(bucket_bytes=(10_000_000,) * 4), "because the links are busy for 60.2 ms per step"),
         (SyntheticJob(bucket_bytes=(10_000,) * 100, latency_ms=0.5), "100 collectives of 10.0 kB on average"),
         (
             SyntheticJob(blocking_loss=True, latency_ms=8, bucket_bytes=()),
-            "because the program blocks on 1 of them a step",
+            "because the program blocks on 1 of them per step",
         ),
         (
             SyntheticJob(bucket_bytes=(20_000_000,)),
@@ -213,10 +213,10 @@ def test_one_big_late_bucket_is_named() -> None:
             SyntheticJob(bucket_bytes=(10_000_000,)),
             "one 10.0 MB bucket carries all and starts only when backward",
         ),
-        (SyntheticJob(bucket_bytes=(6_000_000,) * 4), "or hide it under forward as well"),
+        (SyntheticJob(bucket_bytes=(6_000_000,) * 4), "or overlap with forward as well"),
         (
             SyntheticJob(bucket_bytes=(84,), latency_ms=8),
-            "only 84 B: their cost is the network's latency",
+            "only 84 B of gradients: network latency dominates",
         ),
         (SyntheticJob(input_ms=20), "Input is the bottleneck: 37 %"),
         (SyntheticJob(rest_ms=30), "Time outside of the training passes is the bottleneck"),
@@ -323,7 +323,7 @@ def test_missing_events_are_survived(kinds: set[str], rank: int) -> None:
 def test_no_common_step_is_refused() -> None:
     trace = synthetic_trace()
     trace.events[1] = Events.from_rows([event for event in trace.events[1] if event.kind != Kind.STEP])
-    with pytest.raises(TraceError, match="no step was recorded on every rank"):
+    with pytest.raises(TraceError, match="no step was recorded completely on all ranks"):
         diagnose(trace)
 
 
@@ -354,7 +354,7 @@ def test_links_are_held_against_a_cluster() -> None:
         ("right", "left", 10),
     ]
     assert found.links[0].utilisation == pytest.approx(8e-6 * volume / found.step_ms / 10)
-    with pytest.raises(ClusterError, match="does not fit the trace"):
+    with pytest.raises(ClusterError, match="does not match the trace"):
         diagnose(synthetic_trace(), Cluster(hosts=hosts))
 
 

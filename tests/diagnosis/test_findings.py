@@ -14,7 +14,7 @@ from tests.exhaustive import examples
 from tests.synthetic import Connections, Extra, SyntheticJob, synthetic_trace, with_ranks
 
 from headway.diagnosis import diagnose
-from headway.diagnosis.findings import Finding, listed, milliseconds, superseded
+from headway.diagnosis.findings import Finding, listed, milliseconds, supersede
 from headway.diagnosis.stragglers import UNKNOWN
 from headway.model import ModelSpec
 from headway.trace.events import Kind
@@ -106,7 +106,7 @@ def skewed(offsets_ms: dict[int, float], job: SyntheticJob = JOB, *, by: str = "
     ("offset_ms", "says"),
     [
         (-40.0, "makes it look late: it is 40 ms ahead"),
-        (25.0, "makes all others look late: it is 25 ms behind"),
+        (25.0, "makes all other ranks look late: it is 25 ms behind"),
     ],
 )
 def test_a_clock_that_would_have_misled_is_told_first(offset_ms: float, says: str) -> None:
@@ -174,7 +174,7 @@ def test_of_two_the_costlier_is_told_first_and_both_are_found(job: SyntheticJob,
     assert [cause for cause in standing(found) if cause in causes] == causes
     assert found.verdict.startswith(found.findings[0].sentence.removesuffix("."))
     if causes[1] == "straggler":
-        assert "; in addition, the others wait for rank 3 for " in found.verdict
+        assert "; in addition, the other ranks wait for rank 3 for " in found.verdict
     check_findings(synthetic_trace(job), found)
 
 
@@ -242,12 +242,12 @@ def test_names_from_the_trace_break_no_line() -> None:
 def test_a_finer_finding_takes_the_place_of_what_it_explains() -> None:
     coarse, other = Finding("communication", 10.0, "Coarse."), Finding("input", 1.0, "Other.")
     finer = Finding("slow_link", 6.0, "Finer.")
-    assert superseded([coarse, other], finer, "communication") == [other, finer]
+    assert supersede([coarse, other], finer, "communication") == [other, finer]
     small = replace(finer, cost_ms=4.0)
-    assert superseded([coarse, other], small, "communication") == [coarse, other, small]
-    assert superseded([coarse, other], small, "communication", explains_ms=5.0) == [other, small]
+    assert supersede([coarse, other], small, "communication") == [coarse, other, small]
+    assert supersede([coarse, other], small, "communication", explains_ms=5.0) == [other, small]
     hidden = replace(finer, stands_out=False)
-    assert superseded([coarse, other], hidden, "communication") == [coarse, other, hidden]
+    assert supersede([coarse, other], hidden, "communication") == [coarse, other, hidden]
 
 
 def test_words() -> None:
@@ -290,7 +290,7 @@ def test_who_cannot_be_planned_for_is_told_what_to_record() -> None:
     trace = synthetic_trace(slow)
     bare = replace(trace, model=trace.model.model_copy(update={"parameters": ()}))
     assert "(headway optimize)" in diagnose(trace).verdict
-    assert "(headway optimize finds them from a trace of headway record)" in diagnose(bare).verdict
+    assert "(headway optimize needs a trace from headway record)" in diagnose(bare).verdict
 
 
 # Words and weight
@@ -329,7 +329,8 @@ def test_noise_above_five_percent_is_told_as_noise() -> None:
     if not standing(found):
         assert found.verdict.startswith("Nothing stands out: ")
         assert (
-            "for rank 1, which is within noise: in so many steps, equal ranks may differ by" in found.verdict
+            "for rank 1, which is within noise: over this many steps, equal ranks may differ by"
+            in found.verdict
         )
 
 

@@ -54,7 +54,7 @@ def test_what_a_step_would_take_without_messages_is_told_from_what_it_took() -> 
     trace = a_trace(one_forward_one_backward(3, 4))
     found = {one.cause: one for one in pipeline_findings(trace, (0,), 30.0)}
     assert found["pipeline messages"].cost_ms == pytest.approx(12)
-    assert "3 ms from rank 0 to rank 1, the slowest" in found["pipeline messages"].sentence
+    assert "the slowest: 3 ms from rank 0 to rank 1" in found["pipeline messages"].sentence
     assert found["pipeline bubble"].cost_ms == pytest.approx(6)
     assert "4 micro-batches through 3 stages" in found["pipeline bubble"].sentence
     assert "uneven stages" not in found
@@ -67,7 +67,7 @@ def test_a_stage_that_takes_longer_is_named() -> None:
     uneven = found["uneven stages"]
     assert uneven.ranks == (1,)
     assert uneven.stands_out
-    assert "Stage 1, on rank 1, takes 6 ms for a micro-batch, all together 4 ms on average" in uneven.sentence
+    assert "stage 1 (rank 1) takes 6 ms per micro-batch, the mean stage 4 ms" in uneven.sentence
     everything = sum(one.cost_ms for one in found.values())
     assert everything == pytest.approx(60 - 8 * 4, rel=0.01), "with what ranks compute it is the whole step"
 

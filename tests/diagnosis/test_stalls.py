@@ -86,7 +86,7 @@ def test_some_ranks_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("pause", "advice"),
-    [("garbage collection", "gc.freeze"), ("torch.save", "save checkpoints"), ("x", "look")],
+    [("garbage collection", "gc.freeze"), ("torch.save", "save checkpoints"), ("x", "check")],
 )
 @pytest.mark.parametrize("part", ["backward", "rest", "input"])
 def test_a_pause_is_named_wherever_it_falls(part: str, pause: str, advice: str) -> None:

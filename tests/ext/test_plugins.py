@@ -204,11 +204,11 @@ def test_a_recording_agrees_to_within_a_period() -> None:
 
 def test_the_kit_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     check_strategy(Alternate())
-    with pytest.raises(AssertionError, match="needs a permission"):
+    with pytest.raises(AssertionError, match="need a permission"):
         monkeypatch.setattr(Alternate, "permission", "")
         check_strategy(Alternate())
     monkeypatch.setattr(Alternate, "permission", "no-such")
-    with pytest.raises(AssertionError, match="nothing declares the permission no-such"):
+    with pytest.raises(AssertionError, match="permission not declared: no-such"):
         check_strategy(Alternate())
     with pytest.raises(AssertionError, match="not registered"):
         check_codec(Eighth())
@@ -245,9 +245,9 @@ def _not_a_number(_: Any, gradients: Gradients) -> Any:
 @pytest.mark.parametrize(
     ("reduce", "said"),
     [
-        (_no_generator, r"halved: reduce\(\) is no generator"),
+        (_no_generator, r"halved: reduce\(\) must be a generator"),
         (_bare, r"halved: reduce\(\) returns Tensor on rank 0, expected Reduced"),
-        (_silent, "halved: rank 1 asks for no collective"),
+        (_silent, "halved: rank 1 requests no collective"),
         (_not_a_number, "the mean is not finite"),
     ],
 )
@@ -267,7 +267,7 @@ def test_the_kit_says_what_rounding_is_for(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Halved, "reduce", rounded)
     monkeypatch.setattr(Halved, "feeds_back", True)
-    with pytest.raises(AssertionError, match=r"neither sent nor kept.*give check_codec\(\.\.\., rounding=\)"):
+    with pytest.raises(AssertionError, match=r"neither sent nor kept.*pass check_codec\(\.\.\., rounding=\)"):
         check_feedback(Halved(dtype="bfloat16"), 2)
 
 
@@ -280,7 +280,7 @@ def test_the_kit_says_that_decide_is_not_pure(monkeypatch: pytest.MonkeyPatch) -
         return decide(strategy.model_copy(update={"period": 2 + len(decided)}), job)
 
     monkeypatch.setattr(Alternate, "decide", impure)
-    with pytest.raises(AssertionError, match="decide is not pure"):
+    with pytest.raises(AssertionError, match=r"decide\(\) is not pure"):
         check_strategy(Alternate())
     monkeypatch.setattr(Alternate, "decide", lambda *_: None)
     with pytest.raises(AssertionError, match=r"alternate 3: .*decide\(\) returned NoneType"):
@@ -401,5 +401,5 @@ def test_training_that_is_off_is_found_out() -> None:
 
     with pytest.raises(AssertionError, match="different bits"):
         check_training(DistributedDataParallelStrategy(), run=run)
-    with pytest.raises(AssertionError, match="off the reference"):
+    with pytest.raises(AssertionError, match="differs from the reference"):
         check_training(DistributedDataParallelStrategy(), run=run, ranks_equal=False)

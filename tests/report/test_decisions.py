@@ -9,7 +9,7 @@ import pytest
 
 from headway.cli.main import run
 from headway.errors import UserError
-from headway.report.decisions import decisions_page, starts, summary
+from headway.report.decisions import decisions_page, start_numbers, summary
 from headway.strategies.decisions import DECISIONS_VARIABLE, PRINT_VARIABLE, Entry, Journal, read_journal
 from headway.strategies.pipeline.tuning.follower import entry_of
 from headway.strategies.pipeline.tuning.tuner import Decision
@@ -55,8 +55,8 @@ def test_what_a_job_wrote_before_it_was_started_again_stays(
     Journal(written).add(Entry(step=1, before=ORDERS[1], order=ORDERS[0], reason="a death", measured_ms=0.0))
     entries = read_journal(written)
     assert [(each.attempt, each.workers, each.step) for each in entries[-2:]] == [(0, 0, 2), (1, 3, 1)]
-    assert starts(entries) == [0, 0, 0, 1]
-    assert "; started again 1 time; " in summary(entries)
+    assert start_numbers(entries) == [0, 0, 0, 1]
+    assert "; restarted 1 time; " in summary(entries)
     assert run(["decisions", str(written)]) == 0
     assert "1 of start 2" in capsys.readouterr().out
 

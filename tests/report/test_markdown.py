@@ -57,7 +57,7 @@ def test_the_first_line_answers_the_question(slow: Diagnosis) -> None:
     first = markdown(slow, compare(slow, healthy)).splitlines()[0]
     assert first.startswith("**❌ Slower by ")
     assert markdown(healthy, compare(healthy, slow)).startswith("**✅ Faster by ")
-    assert markdown(healthy, compare(healthy, healthy)).startswith("**✅ No change that exceeds noise: ")
+    assert markdown(healthy, compare(healthy, healthy)).startswith("**✅ No change beyond noise: ")
 
 
 def test_tables_hold_every_part(slow: Diagnosis) -> None:
@@ -89,7 +89,7 @@ def test_of_many_ranks_those_that_compute_longest_are_listed() -> None:
     text = markdown(found)
     assert text.count("\n| ") == MAX_MARKDOWN_RANKS + 1
     assert "\n| 37 |" in text
-    assert "The 16 of 40 ranks that compute longest are listed." in text
+    assert "Only the 16 of 40 ranks that compute longest are listed." in text
 
 
 def test_notes_are_folded_away(slow: Diagnosis) -> None:

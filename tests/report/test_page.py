@@ -122,7 +122,7 @@ def test_ranks_that_the_trace_lacks_are_told() -> None:
     alone = rendered(part_of(synthetic_trace(SyntheticJob(world_size=1)), 128))
     assert "<b>rank 0</b><span>alone, of 128</span>" in alone
     assert "A trace of one rank does not show which rank it waits for." in alone
-    assert "No rank holds the others up" not in alone
+    assert "No rank delays the others" not in alone
     few = synthetic_trace(SyntheticJob(world_size=9, bucket_bytes=()))
     for rank in (1, 3, 5, 7):
         del few.events[rank]
@@ -159,7 +159,7 @@ def test_the_job_its_buckets_and_modules_are_told() -> None:
     for section in ('id="job"', 'id="not-observed"', 'id="buckets"', 'id="modules"'):
         assert section in own
     assert "<title>Headway diagnosis: synthetic (&lt;script&gt;" in own
-    assert "compute with 64 threads on" in own
+    assert "use 64 threads on" in own
     assert "headway optimize synthetic" in own
 
 

@@ -58,7 +58,7 @@ def test_the_page_says_what_the_command_does(found: SearchResult, explained: Exp
     assert explained.further is not None
     assert explained.further.sentence in page
     assert page.count('class="bar"') == len(explained.choices) + 1
-    assert "is the bound: no plan comes below it" in page
+    assert "is the lower bound: no plan can be faster" in page
     plans = page[page.index('id="plans"') :]
     assert plans.count("<tr") == 1 + len(found.candidates)
     assert plans.count('class="best"') == 1
@@ -69,7 +69,7 @@ def test_plans_without_an_explanation_or_a_bound_have_a_page(found: SearchResult
     page = plan_page("trace", best, replace(found, bound=None), None, "Keep what you have.")
     assert "Keep what you have" in page
     assert "cannot be explained" in page
-    assert "the bound of any plan" not in page
+    assert "lower bound of all plans" not in page
 
 
 def test_names_from_outside_are_text(found: SearchResult, explained: Explanation) -> None:
@@ -103,7 +103,7 @@ def test_optimize_writes_it(tmp_path: Path) -> None:
     given = ("optimize", trace, "--cluster", tmp_path / "cluster.yaml")
     done = headway(*given, "-o", tmp_path / "plan.yaml", "--html", tmp_path / "plan.html", "--json")
     assert done.returncode == 0, done.stderr
-    assert "The plans compared" in (tmp_path / "plan.html").read_text()
+    assert "Plans compared" in (tmp_path / "plan.html").read_text()
     done = headway(*given, "-o", tmp_path / "p.yaml", "--html", tmp_path / "none" / "p.html")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -90,9 +90,9 @@ def test_a_busy_machine_is_told() -> None:
     busy = with_ranks(trace, dict.fromkeys(trace.events, told))
     out = io.StringIO()
     print_diagnosis(diagnose(busy), Console(file=out, width=80))
-    (note,) = (line for line in out.getvalue().splitlines() if "a load of 9.5 on 4 cores" in line)
+    (note,) = (line for line in out.getvalue().splitlines() if "load 9.5 on 4 cores" in line)
     assert note.startswith("Note: ")
-    assert note.endswith("Record again on a quiet machine before you trust small differences.")
+    assert note.endswith("Record again on an idle machine before you trust small differences.")
 
 
 def test_a_title_is_one_line_however_narrow_its_table_is() -> None:

@@ -33,7 +33,7 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
 
     from headway import files
     from headway.report import words
-    from headway.report.decisions import decisions_page, starts, summary
+    from headway.report.decisions import decisions_page, start_numbers, summary
     from headway.strategies.decisions import read_journal
 
     entries = read_journal(file)
@@ -44,7 +44,7 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
         return
     answers = console()
     answers.print(summary(entries))
-    numbers = starts(entries)
+    numbers = start_numbers(entries)
     rows = _alike_in_a_row(entries, numbers)
     table = Table("after step", "took", "decision", "because", box=None, pad_edge=False)
     for alike, start in rows[-MAX_LISTED:]:
@@ -66,7 +66,7 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
         error_console().print(f"Wrote {html}")
 
 
-def _alike_in_a_row(entries: list[Entry], starts: list[int]) -> list[tuple[list[Entry], int]]:
+def _alike_in_a_row(entries: list[Entry], start_numbers: list[int]) -> list[tuple[list[Entry], int]]:
     """Groups consecutive decisions of one kind, each with the number of the job's (re)start that they belong to."""
-    pairs = groupby(zip(entries, starts, strict=True), key=lambda pair: (pair[0].kind, pair[1]))
+    pairs = groupby(zip(entries, start_numbers, strict=True), key=lambda pair: (pair[0].kind, pair[1]))
     return [([entry for entry, _ in alike], start) for (_, start), alike in pairs]

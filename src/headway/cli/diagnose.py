@@ -68,7 +68,7 @@ def diagnose(
         raise click.BadParameter("expected a finite percentage.", param_hint="--threshold")
     from headway.cluster import Cluster
     from headway.diagnosis import diagnose as diagnose_trace
-    from headway.diagnosis.comparison import compare, unlike
+    from headway.diagnosis.comparison import compare, job_differences
     from headway.report.text import markdown, print_diagnosis
     from headway.trace.folder import load_trace
 
@@ -86,7 +86,7 @@ def diagnose(
         differs: list[str] = []
         for baseline in baselines:
             base = load_trace(baseline)
-            differs.append(unlike(trace, base))
+            differs.append(job_differences(trace, base))
             before.append(diagnose_trace(base))
     comparison = compare(diagnosis, *before, threshold=threshold / 100) if before else None
     for sentence in dict.fromkeys(filter(None, differs)):

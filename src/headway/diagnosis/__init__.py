@@ -1,4 +1,4 @@
-"""Where the step time went, and who is to blame."""
+"""Finds where step time goes in a recorded job, which ranks and links slow it down, and what to do about it."""
 
 from __future__ import annotations
 

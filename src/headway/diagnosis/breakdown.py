@@ -1,4 +1,4 @@
-"""Where a rank's step went: its compute stream as sets of time, and parts that add up to the step."""
+"""Splits each rank's step time into computation, waits, input, optimizer and rest; the parts add up to the step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ REST = "rest"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTime:
-    """Where one rank's time went: disjoint sets of time, and the windows of the recorded steps.
+    """One rank's time as disjoint sets of intervals, with the windows of the recorded steps (ns on rank 0's clock).
 
-    A moment that several events cover belongs to the first of: wait, optimizer, input, backward, forward.
-    Waits are split: ``exposed`` while some collective that this rank has in flight has all of its members,
-    ``straggling`` while all of those in flight still lack one; the remainder belongs to nothing. What the program did
-    itself while it waited for input (``paused``, such as a garbage collection) is not waiting for input.
+    Where events overlap, the first of these counts: wait, optimizer, input, backward, forward. A wait is ``exposed``
+    communication while some collective in flight has all its members, and ``straggling`` while every collective in
+    flight still lacks one; other waits count as rest. ``paused`` is time within input waits that the program spent on
+    something else, such as garbage collection; it does not count as input.
     """
 
     rank: int
@@ -51,14 +51,14 @@ class RankTime:
         return intervals.length_within(spans, self.step_start_ns, self.step_end_ns)
 
     @property
-    def own_ms(self) -> npt.NDArray[np.float64]:
-        """How long each recorded step took without its waits, in ms."""
+    def busy_ms(self) -> npt.NDArray[np.float64]:
+        """The length of each recorded step without its waits, in ms; shape (steps,)."""
         whole_ns = self.step_end_ns - self.step_start_ns - self.per_step(self.wait)
         return whole_ns.astype(np.float64) / 1e6
 
 
-def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communications) -> RankTime:
-    """Sort one rank's time. ``own`` holds this rank's communication; every one of ``steps`` has an event."""
+def rank_time(rank: int, events: Events, steps: tuple[int, ...], rank_rows: Communications) -> RankTime:
+    """Sorts one rank's time. ``rank_rows`` is this rank's communication; each of ``steps`` must have a step event."""
     bounds = {row.step: (row.start_ns, row.end_ns) for row in reversed(list(events.of_kind(Kind.STEP)))}
     windows = np.array([bounds[step] for step in steps], dtype=np.int64).reshape(-1, 2)
     wait = _spans(events, Kind.WAIT)
@@ -70,8 +70,8 @@ def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communicat
     backward = intervals.subtract(_spans(events, Kind.BACKWARD_PASS, Kind.BACKWARD), taken)
     taken = intervals.join(taken, backward)
     forward = intervals.subtract(_spans(events, Kind.FORWARD_PASS, Kind.FORWARD, Kind.UPDATE), taken)
-    communicating = intervals.union(own.arrival_ns, own.end_ns)
-    pending = intervals.union(own.enqueue_ns, own.arrival_ns)
+    communicating = intervals.union(rank_rows.arrival_ns, rank_rows.end_ns)
+    pending = intervals.union(rank_rows.enqueue_ns, rank_rows.arrival_ns)
     return RankTime(
         rank=rank,
         step_start_ns=windows[:, 0],
@@ -105,7 +105,7 @@ class Segment(NamedTuple):
 
 
 def segments(events: Events, start_ns: int, end_ns: int) -> list[Segment]:
-    """Flatten the compute stream between two times: each moment gets its innermost event, gaps get ``rest``."""
+    """Flattens the compute stream between two times: the innermost event covers each moment, gaps become ``rest``."""
     wanted = (events.stream == Stream.COMPUTE) & np.isin(events.kind.astype(str), COMPUTE_KINDS)
     wanted &= (events.start_ns < end_ns) & (events.end_ns > start_ns) & (events.duration_ns > 0)
     rows = [
@@ -113,7 +113,7 @@ def segments(events: Events, start_ns: int, end_ns: int) -> list[Segment]:
         for e in events.where(wanted)
     ]
     rows.sort(key=lambda row: (row.start_ns, -row.end_ns))
-    found: list[Segment] = []
+    flat: list[Segment] = []
     stack: list[Segment] = []
     cursor = start_ns
 
@@ -122,10 +122,10 @@ def segments(events: Events, start_ns: int, end_ns: int) -> list[Segment]:
         while stack and stack[-1].end_ns <= until_ns:
             top = stack.pop()
             if top.end_ns > cursor:
-                found.append(top._replace(start_ns=cursor))
+                flat.append(top._replace(start_ns=cursor))
                 cursor = top.end_ns
         if until_ns > cursor:
-            found.append(
+            flat.append(
                 stack[-1]._replace(start_ns=cursor, end_ns=until_ns)
                 if stack
                 else Segment(cursor, until_ns, REST, "")
@@ -136,7 +136,7 @@ def segments(events: Events, start_ns: int, end_ns: int) -> list[Segment]:
         advance(row.start_ns)
         stack.append(row)
     advance(end_ns)
-    return found
+    return flat
 
 
 NS_A_MS = 1e6
@@ -144,9 +144,9 @@ NS_A_MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """One rank's mean step in milliseconds, in parts that add up to it."""
+    """One rank's mean step in milliseconds. The parts add up to the step."""
 
-    computation: float  # forward, backward and deferred updates, without what they waited for
+    computation: float  # forward, backward and deferred updates, without their waits
     exposed_communication: float  # waiting while a collective with all its members was in flight
     straggler_wait: float  # waiting while every collective in flight still lacked a member
     input: float  # waiting for the data loader
@@ -155,7 +155,7 @@ class Breakdown:
 
     @property
     def total_ms(self) -> float:
-        """The parts' sum: the step."""
+        """The sum of the parts: the mean step."""
         return float(sum(asdict(self).values()))
 
     def rounded(self) -> dict[str, float]:
@@ -167,29 +167,29 @@ PARTS: tuple[str, ...] = tuple(field.name for field in fields(Breakdown))
 
 
 def breakdown(time: RankTime) -> Breakdown:
-    """Split one rank's mean recorded step. Sums are of integer nanoseconds, so nothing is lost."""
+    """Splits one rank's mean recorded step. Integer nanoseconds are summed, so the parts add up exactly."""
     steps = len(time.step_start_ns)
-    own = {
+    parts_ns = {
         "computation": time.per_step(time.forward).sum() + time.per_step(time.backward).sum(),
         "exposed_communication": time.per_step(time.exposed).sum(),
         "straggler_wait": time.per_step(time.straggling).sum(),
         "input": time.per_step(time.input).sum(),
         "optimizer": time.per_step(time.optimizer).sum(),
     }
-    whole = int((time.step_end_ns - time.step_start_ns).sum())
-    own["rest"] = np.int64(whole - sum(int(value) for value in own.values()))
-    return Breakdown(**{part: int(own[part]) / steps / NS_A_MS for part in PARTS})
+    total_ns = int((time.step_end_ns - time.step_start_ns).sum())
+    parts_ns["rest"] = np.int64(total_ns - sum(int(value) for value in parts_ns.values()))
+    return Breakdown(**{part: int(parts_ns[part]) / steps / NS_A_MS for part in PARTS})
 
 
 def mean_breakdown(breakdowns: list[Breakdown]) -> Breakdown:
     """The mean over ranks."""
     return Breakdown(
-        **{part: sum(getattr(one, part) for one in breakdowns) / len(breakdowns) for part in PARTS}
+        **{part: sum(getattr(parts, part) for parts in breakdowns) / len(breakdowns) for part in PARTS}
     )
 
 
 def overlap_percent(times: list[RankTime]) -> float:
-    """How much of the communication, over all ranks, lies under computation; 0 where there is none."""
+    """The share of all ranks' communication that overlaps with computation, in percent; 0 without communication."""
     hidden = total = 0
     for time in times:
         computing = intervals.join(time.forward, time.backward, time.optimizer)

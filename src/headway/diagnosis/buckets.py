@@ -1,4 +1,4 @@
-"""Buckets of gradients: their parameters, when these are ready, and what of their communication is exposed."""
+"""Measures gradient buckets: when their gradients are ready, when they launch, and how much of them is exposed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from headway.trace.format import Trace
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """One collective of one bucket of gradients, averaged over ranks and steps. Times are in ms from the step's start.
+    """One collective of one gradient bucket, averaged over ranks and steps. Times are ms from the start of the step.
 
-    ``parameters`` are its members, in the order in which DDP has them; empty where the recording does not say. Their
-    gradients are ready from ``first_ready_ms`` to ``last_ready_ms``; None where that was not seen. The collective is
-    asked for at ``launch_ms`` and ends at ``end_ms``. ``exposed_ms`` is what of a step computation stands still for it.
+    ``parameters`` are in DDP's order, and empty if the recording does not list them. Their gradients become ready
+    between ``first_ready_ms`` and ``last_ready_ms``, which are None if not recorded. The collective is launched at
+    ``launch_ms`` and ends at ``end_ms``. ``exposed_ms`` is how long computation waits for it per step.
     """
 
     bucket: int
@@ -54,7 +54,7 @@ class BucketTimes:
 def bucket_times(
     trace: Trace, times: Mapping[int, RankTime], rows: Communications
 ) -> tuple[BucketTimes, ...]:
-    """The buckets of a job, in the order in which their collectives are asked for; empty where none were recorded."""
+    """The gradient buckets of a job in launch order; empty if none were recorded."""
     carrying = (rows.bucket >= 0) & (rows.kind == Kind.COLLECTIVE)
     if not carrying.any():
         return ()
@@ -63,45 +63,45 @@ def bucket_times(
     sums = _Sums(keys)
     ready = _Ready(members)
     for rank, time in times.items():
-        own = rows.of_rank(rank)
-        sums.add(time, own, exposed_ns(time, own))
+        rank_rows = rows.of_rank(rank)
+        sums.add(time, rank_rows, exposed_ns(time, rank_rows))
         if members:
             ready.add(time, trace.events[rank])
-    found = sums.rows(members, ready)
-    return tuple(sorted(found, key=lambda row: (row.launch_ms, row.bucket)))
+    buckets = sums.rows(members, ready)
+    return tuple(sorted(buckets, key=lambda row: (row.launch_ms, row.bucket)))
 
 
 class _Sums:
-    """Sums over ranks and steps of what each bucket's collective does."""
+    """Accumulates the times of each bucket's collective over ranks and steps."""
 
     def __init__(self, keys: Sequence[tuple[int, str]]) -> None:
         self._number = {key: number for number, key in enumerate(keys)}
         self._count, self._launch, self._end, self._exposed, self._steps = np.zeros((5, len(keys)))
         self._size = np.zeros(len(keys), dtype=np.int64)
 
-    def add(self, time: RankTime, own: Communications, exposed: Ints) -> None:
-        """Add one rank's rows; ``exposed`` is how long computation stood still for each of them."""
-        within, step = in_steps(time, own.enqueue_ns)
-        within &= (own.bucket >= 0) & (own.kind == Kind.COLLECTIVE)
+    def add(self, time: RankTime, rank_rows: Communications, exposed: Ints) -> None:
+        """Adds one rank's rows; ``exposed`` is how long computation waited for each, in ns."""
+        within, step = in_steps(time, rank_rows.enqueue_ns)
+        within &= (rank_rows.bucket >= 0) & (rank_rows.kind == Kind.COLLECTIVE)
         start_ns = time.step_start_ns[step[within]]
-        pairs = zip(own.bucket[within].tolist(), own.name[within].tolist(), strict=True)
+        pairs = zip(rank_rows.bucket[within].tolist(), rank_rows.name[within].tolist(), strict=True)
         at = np.array([self._number[pair] for pair in pairs], dtype=np.int64)
         np.add.at(self._count, at, 1)
-        np.add.at(self._launch, at, own.enqueue_ns[within] - start_ns)
-        np.add.at(self._end, at, own.end_ns[within] - start_ns)
+        np.add.at(self._launch, at, rank_rows.enqueue_ns[within] - start_ns)
+        np.add.at(self._end, at, rank_rows.end_ns[within] - start_ns)
         np.add.at(self._exposed, at, exposed[within])
-        np.maximum.at(self._size, at, own.size_bytes[within])
+        np.maximum.at(self._size, at, rank_rows.size_bytes[within])
         self._steps += len(time.step_start_ns)
 
     def rows(self, members: Sequence[tuple[str, ...]], ready: _Ready) -> list[BucketTimes]:
-        """The means; what lies in no whole step is left out."""
-        found = []
+        """The mean per bucket. Rows outside the recorded steps are left out."""
+        buckets = []
         for (bucket, collective), at in self._number.items():
             count = float(self._count[at])
             if not count:
                 continue
             first_ms, last_ms = ready.of(bucket)
-            found.append(
+            buckets.append(
                 BucketTimes(
                     bucket=bucket,
                     collective=collective,
@@ -114,18 +114,18 @@ class _Sums:
                     exposed_ms=float(self._exposed[at] / self._steps[at]) / NS_A_MS,
                 )
             )
-        return found
+        return buckets
 
 
 class _Ready:
-    """When the first and the last gradient of each bucket are ready, averaged over ranks and steps."""
+    """Accumulates when each bucket's first and last gradient are ready, over ranks and steps."""
 
     def __init__(self, members: Sequence[tuple[str, ...]]) -> None:
         self._bucket_of = {name: bucket for bucket, names in enumerate(members) for name in names}
         self._first, self._last, self._count = np.zeros((3, len(members)))
 
     def add(self, time: RankTime, events: Events) -> None:
-        """Add one rank's steps."""
+        """Adds one rank's steps."""
         ready = events.of_kind(Kind.GRADIENT_READY)
         within, step = in_steps(time, ready.start_ns)
         bucket = np.array([self._bucket_of.get(name, -1) for name in ready.name.tolist()], dtype=np.int64)
@@ -141,7 +141,7 @@ class _Ready:
         self._count += seen.sum(axis=0)
 
     def of(self, bucket: int) -> tuple[float | None, float | None]:
-        """The two times of a bucket in ms; None where nothing of it was seen."""
+        """The mean times of a bucket's first and last gradient in ms; None if they were not recorded."""
         if bucket >= len(self._count) or not self._count[bucket]:
             return None, None
         count = float(self._count[bucket]) * NS_A_MS
@@ -149,22 +149,22 @@ class _Ready:
 
 
 def in_steps(time: RankTime, moments: Ints) -> tuple[Flags, Ints]:
-    """Whether each moment lies in a recorded step, and the place of the step that began last before it."""
+    """Whether each moment lies in a recorded step, and the index of the last step that began before it."""
     step = np.maximum(np.searchsorted(time.step_start_ns, moments, side="right") - 1, 0)
     return (moments >= time.step_start_ns[step]) & (moments < time.step_end_ns[step]), step
 
 
-def exposed_ns(time: RankTime, own: Communications) -> Ints:
-    """How long computation stood still for each of a rank's rows: their sum is the rank's exposed communication.
+def exposed_ns(time: RankTime, rank_rows: Communications) -> Ints:
+    """How long computation waited for each of a rank's rows, in ns. The sum is the rank's exposed communication.
 
-    A moment at which several are in flight counts for the one that ends first: the others queue behind it.
+    While several rows are in flight, time counts for the one that ends first: the others queue behind it.
     """
-    found = np.zeros(len(own), dtype=np.int64)
-    if not len(own) or not len(time.exposed):
-        return found
-    moments = np.unique(np.concatenate([own.arrival_ns, own.end_ns]))
-    begins = np.argsort(own.arrival_ns, kind="stable").tolist()
-    arrivals, ends = own.arrival_ns.tolist(), own.end_ns.tolist()
+    exposed = np.zeros(len(rank_rows), dtype=np.int64)
+    if not len(rank_rows) or not len(time.exposed):
+        return exposed
+    moments = np.unique(np.concatenate([rank_rows.arrival_ns, rank_rows.end_ns]))
+    begins = np.argsort(rank_rows.arrival_ns, kind="stable").tolist()
+    arrivals, ends = rank_rows.arrival_ns.tolist(), rank_rows.end_ns.tolist()
     in_flight: list[tuple[int, int]] = []
     holder = np.full(len(moments) - 1, -1, dtype=np.int64)
     begun = 0
@@ -177,5 +177,5 @@ def exposed_ns(time: RankTime, own: Communications) -> Ints:
         if in_flight:
             holder[at] = in_flight[0][1]
     waited = intervals.length_within(time.exposed, moments[:-1], moments[1:])
-    np.add.at(found, holder[holder >= 0], waited[holder >= 0])
-    return found
+    np.add.at(exposed, holder[holder >= 0], waited[holder >= 0])
+    return exposed

@@ -1,4 +1,4 @@
-"""Communication seen from all ranks at once: which events are one collective, and which rank arrived last."""
+"""Matches communication events across ranks: which events form one collective, and which rank arrived last."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from headway.trace.format import Trace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Communications:
-    """Every rank's communication events as columns, one row per event.
+    """The communication events of all ranks as columns, one row per event. Times are ns on rank 0's clock.
 
-    Rows of one ``instance`` are the members' views of one collective (or of one message). ``arrival_ns`` is when
-    its last member asked for it, at most this row's end; ``last_rank`` is that member. A rank that did
-    not record the collective cannot be waited for. A send waits for its receiver on devices only. ``inner`` marks the
-    messages that a recorded collective of their rank consists of. ``members`` counts the ranks that take part,
-    recorded or not; ``next_rank`` is the one after this row's rank among them, to which a ring sends, or -1 where it
-    is not known.
+    Rows with the same ``instance`` are the members' views of one collective or message. ``arrival_ns`` is when its last
+    recorded member (``last_rank``) called it, at most this row's end. Sends wait for their receiver only on devices.
+    ``inner`` marks messages that are part of a recorded collective. ``members`` counts all participating ranks, recorded
+    or not. ``next_rank`` is the ring neighbour that this row's rank sends to, or -1 if unknown.
     """
 
     rank: Ints
@@ -47,7 +45,7 @@ class Communications:
         return len(self.rank)
 
     def where(self, mask: Flags | Ints) -> Communications:
-        """The rows that ``mask`` (or an array of indices) picks."""
+        """The rows selected by ``mask`` (or by an array of indices)."""
         return Communications(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
     def of_rank(self, rank: int) -> Communications:
@@ -56,14 +54,11 @@ class Communications:
 
 
 def match(trace: Trace, *, messages: bool = False) -> Communications:
-    """Match communication events across ranks: collectives by group, name and sequence; messages by order.
+    """Matches communication events across ranks: collectives by group, name and sequence, messages by order.
 
-    Pushes to parameter servers that have a sequence are matched like collectives: a server that waits for all workers
-    answers them together.
-
-    A collective is one thing, whatever carries it out: the messages that it consists of are left out, as otherwise a
-    rank that waits for its last member would seem to wait for its messages, and its bytes would count twice. With
-    ``messages`` they are included, and marked ``inner``.
+    Pushes with a sequence number are matched like collectives: a server that waits for all workers answers them
+    together. Messages that are part of a collective are left out: their bytes would count twice, and a rank that waits
+    for the collective's last member would seem to wait for messages. ``messages=True`` includes them, marked ``inner``.
     """
     rows: list[tuple[int, Event]] = []
     parts: list[bool] = []
@@ -75,7 +70,7 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
         rows.extend((member, event) for event in events.where(wanted))
         parts.extend(inner[wanted].tolist())
     instance = _instances(rows, parts)
-    rank = _ints([one for one, _ in rows])
+    rank = _ints([member for member, _ in rows])
     start = _ints([event.start_ns for _, event in rows])
     end = _ints([event.end_ns for _, event in rows])
     enqueue = _ints([event.enqueue_ns for _, event in rows])
@@ -84,7 +79,7 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
 
     order = np.lexsort((enqueue, instance))  # the last row of each instance is its last arriver
     last = order[np.flatnonzero(np.diff(instance[order], append=-1) != 0)] if rows else order
-    # A kernel that sends lasts until its receiver has come; whoever sends by a call is done when that returns.
+    # A send kernel runs until its receiver arrives; a send on the CPU is done when the call returns.
     meets = all("ccl" in info.backend.lower() for info in trace.manifest.ranks)
     sends = (kind == Kind.SEND) & (not meets)
     members, next_rank = _rings(
@@ -115,41 +110,41 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
 def _rings(
     trace: Trace, rank: Ints, group: Sequence[str], instance: Ints, collective: Flags
 ) -> tuple[Ints, Ints]:
-    """For each row how many ranks take part, and which comes after its own: by the group, or by who recorded it."""
+    """The number of participating ranks and the ring neighbour of each row, from the group or else from the rows."""
     stated = {name: tuple(trace.manifest.groups.get(name, ())) for name in dict.fromkeys(group)}
-    after = {
-        (name, one): following
+    successor = {
+        (name, member): following
         for name, ranks in stated.items()
-        for one, following in zip(ranks, (*ranks[1:], *ranks[:1]), strict=True)
+        for member, following in zip(ranks, (*ranks[1:], *ranks[:1]), strict=True)
     }
     recorded: Ints = np.bincount(instance)[instance] if len(instance) else instance
     order = np.lexsort((rank, instance))
     first = np.searchsorted(instance[order], instance[order], side="left")
     following = np.arange(1, len(order) + 1)
     follows = np.append(np.diff(instance[order]) == 0, False) if len(order) else np.zeros(0, dtype=bool)
-    beside = np.empty_like(rank)
-    beside[order] = rank[order][np.where(follows, following, first)]
+    neighbour = np.empty_like(rank)
+    neighbour[order] = rank[order][np.where(follows, following, first)]
     keys = list(zip(group, rank.tolist(), strict=True))
-    known = np.array([key in after for key in keys], dtype=bool)
+    has_group = np.array([key in successor for key in keys], dtype=bool)
     members = np.array([len(stated[name]) for name in group], dtype=np.int64)
-    named = np.array([after.get(key, -1) for key in keys], dtype=np.int64)
-    # A collective of no known group is one of all ranks; of the missing ones nobody knows where they stand in it.
-    alone = len(trace.events) < trace.world_size
-    members = np.where(known, members, trace.world_size if alone else recorded)
-    next_rank = np.where(known, named, -1 if alone else beside)
+    named = np.array([successor.get(key, -1) for key in keys], dtype=np.int64)
+    # Without a known group, the collective is taken to span all ranks; missing ranks have no known place in the ring.
+    is_partial = len(trace.events) < trace.world_size
+    members = np.where(has_group, members, trace.world_size if is_partial else recorded)
+    next_rank = np.where(has_group, named, -1 if is_partial else neighbour)
     return np.where(collective, members, recorded), np.where(collective, next_rank, -1)
 
 
 def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:
-    """Number the instances from 0. Repeats of one key on one rank are told apart by their order."""
+    """Numbers the instances from 0. Repeats of a key on one rank are distinguished by their order."""
     numbers: dict[tuple[object, ...], int] = {}
     seen: dict[tuple[object, ...], int] = {}
-    found = np.zeros(len(rows), dtype=np.int64)
+    instances = np.zeros(len(rows), dtype=np.int64)
     for row, ((rank, event), inner) in enumerate(zip(rows, parts, strict=True)):
         key: tuple[object, ...]
         if event.kind in (Kind.SEND, Kind.RECEIVE):
             ends = (rank, event.peer) if event.kind == Kind.SEND else (event.peer, rank)
-            # Collectives that go on at the same time ask for their messages in an order of each rank's own.
+            # Concurrent collectives issue their messages in a different order on each rank.
             whose = (event.name, event.sequence) if inner else ("", -1)
             key = ("message", event.group, *whose, *ends)
         elif event.sequence >= 0:
@@ -158,8 +153,8 @@ def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:
             key = ("alone", row)
         repeat = seen.get((rank, event.kind, key), 0)
         seen[rank, event.kind, key] = repeat + 1
-        found[row] = numbers.setdefault((*key, repeat), len(numbers))
-    return found
+        instances[row] = numbers.setdefault((*key, repeat), len(numbers))
+    return instances
 
 
 def _ints(values: list[int]) -> Ints:

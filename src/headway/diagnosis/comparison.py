@@ -1,4 +1,4 @@
-"""Comparison: whether a job became slower since another recording of it, and where."""
+"""Compares a recording with baselines of the same job: whether it became slower, by how much, and where."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.errors import TraceError
 from headway.trace.format import Trace
 
 T = TypeVar("T")
-MOST_MODULES = 12  # those that differ most
+MOST_MODULES = 12
 _COMPARED = {
     "command": "Command",
     "plan": "Plan in force",
@@ -53,7 +53,7 @@ class StepSpread:
 
 @dataclass(frozen=True, slots=True)
 class Pair(Generic[T]):
-    """The same thing in both recordings; None where one of them does not have it."""
+    """A value in both recordings; None where a recording lacks it."""
 
     name: str
     before: T | None
@@ -62,11 +62,12 @@ class Pair(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Baselines and the recording after them. ``changed`` are the facts that differ, by what they are.
+    """Baselines next to the recording after them.
 
-    ``parts_before`` are the mean of all baselines, ``steps_before`` has the steps of each. Whatever else was before is
-    of the ``typical`` baseline, the one of median step, by its place. ``buckets`` are in the order of the recording
-    after, ``modules`` those that differ most in forward and backward together, without ``modules_left_out``.
+    ``changed`` are the facts about the job that differ. ``parts_before`` is the mean over baselines; ``steps_before``
+    has one entry per baseline. Other values "before" come from the baseline with the median step, at index
+    ``typical``. ``buckets`` are in the order of the later recording. ``modules`` are those whose time changed most;
+    ``modules_left_out`` counts the rest.
     """
 
     typical: int
@@ -81,19 +82,19 @@ class SideBySide:
 
 
 def side_by_side(baselines: Sequence[Diagnosis], after: Diagnosis) -> SideBySide:
-    """Hold ``after`` against ``baselines``, at least one."""
+    """Compares ``after`` with ``baselines``, of which there must be at least one."""
     by_step = sorted(range(len(baselines)), key=lambda place: baselines[place].step_ms)
     typical = by_step[len(by_step) // 2]
-    details = [one.details for one in (baselines[typical], after)]
+    details = [diagnosis.details for diagnosis in (baselines[typical], after)]
     modules = _modules(*(detail.modules if detail is not None else () for detail in details))
     return SideBySide(
         typical=typical,
-        changed=_changed(*(one.job if one is not None else None for one in details)),
+        changed=_changed(*(detail.job if detail is not None else None for detail in details)),
         parts_before=mean_breakdown([_mean(baseline) for baseline in baselines]),
         parts_after=_mean(after),
-        steps_before=tuple(_spread(one) for one in baselines),
+        steps_before=tuple(_spread(baseline) for baseline in baselines),
         steps_after=_spread(after),
-        buckets=_buckets(*(one.buckets if one is not None else () for one in details)),
+        buckets=_buckets(*(detail.buckets if detail is not None else () for detail in details)),
         modules=tuple(modules[:MOST_MODULES]),
         modules_left_out=max(len(modules) - MOST_MODULES, 0),
     )
@@ -116,8 +117,8 @@ def _spread(diagnosis: Diagnosis) -> StepSpread:
 
 
 def _buckets(before: Sequence[BucketTimes], after: Sequence[BucketTimes]) -> tuple[Pair[BucketTimes], ...]:
-    earlier = {(one.bucket, one.collective): one for one in before}
-    later = {(one.bucket, one.collective): one for one in after}
+    earlier = {(bucket.bucket, bucket.collective): bucket for bucket in before}
+    later = {(bucket.bucket, bucket.collective): bucket for bucket in after}
     return tuple(
         Pair(f"{key[0]} {key[1]}", earlier.get(key), later.get(key))
         for key in dict.fromkeys((*later, *earlier))
@@ -125,9 +126,9 @@ def _buckets(before: Sequence[BucketTimes], after: Sequence[BucketTimes]) -> tup
 
 
 def _modules(before: Sequence[ModuleTimes], after: Sequence[ModuleTimes]) -> list[Pair[ModuleTimes]]:
-    """All modules, those that differ most first."""
-    earlier: Mapping[str, ModuleTimes] = {one.name: one for one in before}
-    later: Mapping[str, ModuleTimes] = {one.name: one for one in after}
+    """All modules, sorted by how much their time changed."""
+    earlier: Mapping[str, ModuleTimes] = {module.name: module for module in before}
+    later: Mapping[str, ModuleTimes] = {module.name: module for module in after}
     pairs = [Pair(name, earlier.get(name), later.get(name)) for name in dict.fromkeys((*later, *earlier))]
     return sorted(pairs, key=lambda pair: -abs(_ms(pair.after) - _ms(pair.before)))
 
@@ -142,22 +143,22 @@ PART_WORDS = {
     "straggler_wait": "waiting for other ranks",
     "input": "waiting for input",
     "optimizer": "in the optimizer",
-    "rest": "outside of the passes",
+    "rest": "outside the training passes",
 }
 DEFAULT_THRESHOLD = 0.05
-SURE = 2.0  # standard errors that a change has to exceed to count
-ONE_RUN = 0.10  # of the step: how much runs of one job are taken to differ where only one was recorded
-# Student's t, 95 % on both sides, by degrees of freedom from one on; SURE beyond.
+SURE = 2.0  # standard errors; smaller changes are noise
+ONE_RUN = 0.10  # of the step: assumed variation between runs when there is only one baseline
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; SURE beyond.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A diagnosis held against a baseline's. Differences are new minus old, of mean steps in ms.
+    """A diagnosis compared with baselines. Differences are new minus old mean steps, in ms.
 
-    ``noise_ms`` is how much two recordings of the same job may differ by chance: by what the ``baselines`` differ among
-    themselves, or ``ONE_RUN`` of the step where there is one, and at least by two standard errors of the steps.
-    ``steps`` is how many the shortest of the recordings has.
+    ``noise_ms`` is how much two recordings of one job may differ by chance: estimated from the spread of the
+    ``baselines``, or ``ONE_RUN`` of the step if there is only one, and at least two standard errors of the steps.
+    ``steps`` is the number of steps in the shortest recording.
     """
 
     baseline_step_ms: float
@@ -172,12 +173,12 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """By which share the step became longer."""
+        """The relative change of the step time: 0.1 means 10 % longer."""
         return self.step_ms / self.baseline_step_ms - 1 if self.baseline_step_ms else 0.0
 
     @property
     def regressed(self) -> bool:
-        """Whether the step became longer by more than the threshold and than noise."""
+        """Whether the step became longer by more than both the threshold and noise."""
         return self.change > self.threshold and self.step_ms - self.baseline_step_ms > self.noise_ms
 
     @property
@@ -186,30 +187,30 @@ class Comparison:
         steps = f"{milliseconds(self.baseline_step_ms)} to {milliseconds(self.step_ms)}"
         difference_ms = self.step_ms - self.baseline_step_ms
         if self.steps < 2:
-            return f"One step says nothing about noise: the step went from {steps}; record more steps to compare."
+            return f"Cannot compare a single step: the step went from {steps}; record more steps to estimate noise."
         if abs(difference_ms) <= self.noise_ms:
             return (
-                f"No change that exceeds noise: the step went from {steps} (noise {milliseconds(self.noise_ms)})."
-                f"{self._of_one_run}"
+                f"No change beyond noise: the step went from {steps} (noise {milliseconds(self.noise_ms)})."
+                f"{self._single_baseline_note}"
             )
-        part = max(self.parts_ms, key=lambda one: self.parts_ms[one] * difference_ms)
+        part = max(self.parts_ms, key=lambda name: self.parts_ms[name] * difference_ms)
         most = f"most of it {PART_WORDS[part]} ({self.parts_ms[part]:+.3g} ms)"
         if difference_ms < 0:
-            return f"Faster by {percent(-self.change)}: the step went from {steps}, {most}.{self._of_one_run}"
+            return f"Faster by {percent(-self.change)}: the step went from {steps}, {most}.{self._single_baseline_note}"
         beyond = "above" if self.regressed else "within"
         return (
-            f"Slower by {percent(self.change)}: the step went from {steps}, {most}; that is {beyond} the threshold of "
-            f"{percent(self.threshold)}.{self._of_one_run}"
+            f"Slower by {percent(self.change)}: the step went from {steps}, {most}; this is {beyond} the threshold of "
+            f"{percent(self.threshold)}.{self._single_baseline_note}"
         )
 
     @property
-    def _of_one_run(self) -> str:
-        """What must be said where nothing is known of how runs differ."""
+    def _single_baseline_note(self) -> str:
+        """A caveat if a single baseline leaves the variation between runs unknown."""
         if self.baselines > 1:
             return ""
         return (
-            f" How much runs of this job differ is unknown from one baseline, and taken as {percent(ONE_RUN)}; the "
-            "load of the machine may change more: give --baseline several times."
+            f" With a single baseline, runs are assumed to vary by {percent(ONE_RUN)}; machine load may change "
+            "more: pass --baseline several times."
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -228,57 +229,59 @@ class Comparison:
         }
 
 
-def unlike(new: Trace, baseline: Trace) -> str:
-    """In words, how the jobs of two traces differ; empty where nothing shows that they do.
+def job_differences(new: Trace, baseline: Trace) -> str:
+    """A warning that two traces are not of the same job; empty if nothing suggests that.
 
-    Raises TraceError where they are of different frameworks: their steps are not the same thing.
+    Raises TraceError if they come from different frameworks, whose steps cannot be compared.
     """
     if new.manifest.framework != baseline.manifest.framework:
         raise TraceError(
-            "the baseline is of another framework",
+            "the baseline was recorded with another framework",
             got=baseline.manifest.framework,
-            expected=f"{new.manifest.framework}, as the trace is",
+            expected=f"{new.manifest.framework}, as in the trace",
             fix="Compare recordings of one job.",
         )
-    said = []
+    differences = []
     if new.world_size != baseline.world_size:
-        said.append(f"{new.world_size} ranks against {baseline.world_size}")
+        differences.append(f"{new.world_size} ranks against {baseline.world_size}")
     names, before = ({parameter.name for parameter in trace.model.parameters} for trace in (new, baseline))
     if names and before and names != before:
-        said.append("other parameters")
-    return f"These are not recordings of the same job: {' and '.join(said)}." if said else ""
+        differences.append("different parameters")
+    return f"These are not recordings of the same job: {' and '.join(differences)}." if differences else ""
 
 
 def compare(new: Diagnosis, *baselines: Diagnosis, threshold: float = DEFAULT_THRESHOLD) -> Comparison:
-    """Hold ``new`` against one or more earlier runs; ``threshold`` is the share by which a step may become longer.
+    """Compares ``new`` with one or more earlier runs. ``threshold`` is the relative slowdown that is tolerated.
 
-    Causes are new if no baseline has them, and gone if all of them had them.
+    A cause is new if no baseline has it, and gone if all baselines had it.
     """
     now = mean_breakdown(list(new.breakdown.values()))
-    then = mean_breakdown([mean_breakdown(list(one.breakdown.values())) for one in baselines])
-    causes, earlier = _causes(new), [_causes(one) for one in baselines]
+    then = mean_breakdown([mean_breakdown(list(diagnosis.breakdown.values())) for diagnosis in baselines])
+    causes, earlier = _causes(new), [_causes(diagnosis) for diagnosis in baselines]
     steps_ms = [baseline.step_ms for baseline in baselines]
     within_ms = SURE * math.hypot(
         _error(new.step_times_ms),
-        math.hypot(*(_error(one.step_times_ms) for one in baselines)) / len(baselines),
+        math.hypot(*(_error(diagnosis.step_times_ms) for diagnosis in baselines)) / len(baselines),
     )
     return Comparison(
         baseline_step_ms=fmean(steps_ms),
         step_ms=new.step_ms,
         noise_ms=max(within_ms, _between_runs_ms(steps_ms)),
         threshold=threshold,
-        steps=min(len(one.steps) for one in (new, *baselines)),
+        steps=min(len(diagnosis.steps) for diagnosis in (new, *baselines)),
         parts_ms={part: getattr(now, part) - getattr(then, part) for part in PARTS},
-        new_causes=tuple(cause for cause in causes if not any(cause in own for own in earlier)),
+        new_causes=tuple(cause for cause in causes if not any(cause in old_causes for old_causes in earlier)),
         gone_causes=tuple(
-            cause for cause in earlier[0] if cause not in causes and all(cause in own for own in earlier)
+            cause
+            for cause in earlier[0]
+            if cause not in causes and all(cause in old_causes for old_causes in earlier)
         ),
         baselines=len(baselines),
     )
 
 
 def _between_runs_ms(steps_ms: Sequence[float]) -> float:
-    """By how much one more run may differ from the mean of these by chance, in 19 of 20 cases (prediction interval)."""
+    """The half-width of the 95 % prediction interval of one more run around the mean of these."""
     count = len(steps_ms)
     if count < 2:
         return ONE_RUN * fmean(steps_ms)
@@ -291,7 +294,7 @@ def _causes(diagnosis: Diagnosis) -> list[str]:
 
 
 def _error(times_ms: tuple[float, ...]) -> float:
-    """The standard error of the mean; of one step nothing is known, so its whole length is."""
+    """The standard error of the mean; for a single step its full length, because its error is unknown."""
     if len(times_ms) < 2:
         return fmean(times_ms) if times_ms else 0.0
     return stdev(times_ms) / math.sqrt(len(times_ms))

@@ -1,8 +1,8 @@
-"""The critical path of one step, across ranks: what would have to be shorter for the step to be shorter.
+"""Finds the critical path of one step across ranks: shortening the step requires shortening something on it.
 
-The walk goes backward in time from the end of the step on the rank that ends last. Computation is followed
-on its own rank. Where the rank waited for a collective, the walk follows the collective, through those it queued
-behind, to the arrival of its last member, and goes on there.
+The walk goes backward in time from the end of the step on the rank that ends last. It follows computation on the same
+rank. Where the rank waited for a collective, it follows the collective, and those it queued behind, back to the
+arrival of the last member, and continues on that rank.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from headway.diagnosis.communication import Communications
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
-TOLERANCE_NS = 200_000  # a waiter may be seen to wake up a little before the collective is seen to end
-SLIVER_SHARE = 0.001  # of the step: shorter pieces join their neighbour of the same rank
+TOLERANCE_NS = (
+    200_000  # a waiting rank may be recorded as awake slightly before the collective is recorded as done
+)
+SLIVER_SHARE = 0.001  # of the step: shorter pieces are merged into their neighbour on the same rank
 
 _KINDS = {Kind.FORWARD_PASS: Kind.FORWARD, Kind.BACKWARD_PASS: Kind.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
 class PathPiece:
-    """A stretch of the critical path: what ``rank`` did. ``kind`` is an event's kind, or ``rest``."""
+    """A stretch of the critical path on ``rank``. ``kind`` is the kind of an event, or ``rest``."""
 
     rank: int
     kind: str
@@ -52,8 +54,8 @@ class _Row(NamedTuple):
     last_rank: int
 
 
-class _Found(NamedTuple):
-    """An uncompacted piece."""
+class _Piece(NamedTuple):
+    """A piece of the walk before compaction."""
 
     rank: int
     kind: str
@@ -77,7 +79,7 @@ def typical_step(times: dict[int, RankTime]) -> tuple[int, int]:
 def critical_path(
     trace: Trace, times: dict[int, RankTime], communications: Communications
 ) -> tuple[PathPiece, ...]:
-    """The critical path of the typical step, in time order. Its pieces are adjacent and add up to that step."""
+    """The critical path of the typical step, in time order. The pieces are adjacent and add up to the step."""
     index, rank = typical_step(times)
     start_ns, end_ns = int(times[rank].step_start_ns[index]), int(times[rank].step_end_ns[index])
     if end_ns <= start_ns:
@@ -100,32 +102,32 @@ class _Walk:
             self._rows[rank].append(_Row(*values))
         self._segments: dict[int, list[Segment]] = {}
 
-    def back_from(self, rank: int) -> list[_Found]:
-        """Walk from the end of the window on ``rank``; pieces in time order."""
-        pieces: list[_Found] = []
+    def back_from(self, rank: int) -> list[_Piece]:
+        """Walks back from the end of the window on ``rank``; returns the pieces in time order."""
+        pieces: list[_Piece] = []
         now = self._end_ns
         while now > self._start_ns:
             segment = self._segment(rank, now)
             awaited = self._awaited(rank, segment, now) if segment.kind == Kind.WAIT else None
             if awaited is None:
-                pieces.append(_Found(rank, segment.kind, segment.name, segment.bucket, segment.start_ns, now))
+                pieces.append(_Piece(rank, segment.kind, segment.name, segment.bucket, segment.start_ns, now))
                 now = segment.start_ns
             else:
                 now, rank = self._follow(rank, awaited, segment, now, pieces)
         return pieces[::-1]
 
     def _follow(
-        self, rank: int, row: _Row, segment: Segment, now: int, pieces: list[_Found]
+        self, rank: int, row: _Row, segment: Segment, now: int, pieces: list[_Piece]
     ) -> tuple[int, int]:
-        """Follow a collective, and those it queued behind, to an arrival; returns when, and on which rank."""
-        if row.end_ns < now:  # it took the waiter this long to go on
-            pieces.append(_Found(rank, Kind.WAIT, segment.name, segment.bucket, row.end_ns, now))
+        """Follows a collective, and those it queued behind, to its last arrival; returns its time and rank."""
+        if row.end_ns < now:  # the waiting rank took this long to continue
+            pieces.append(_Piece(rank, Kind.WAIT, segment.name, segment.bucket, row.end_ns, now))
             now = row.end_ns
         while True:
             before = self._queued_behind(rank, row, now)
             begin = before.end_ns if before else min(max(row.arrival_ns, self._start_ns), now)
             if begin < now:
-                pieces.append(_Found(rank, row.kind, row.name, row.bucket, max(begin, self._start_ns), now))
+                pieces.append(_Piece(rank, row.kind, row.name, row.bucket, max(begin, self._start_ns), now))
             now = max(begin, self._start_ns)
             if before is None or now == self._start_ns:
                 return now, row.last_rank
@@ -134,18 +136,18 @@ class _Walk:
     def _segment(self, rank: int, now: int) -> Segment:
         if rank not in self._segments:
             self._segments[rank] = segments(self._trace.events[rank], self._start_ns, self._end_ns)
-        found = self._segments[rank]
-        low, high = 0, len(found) - 1
+        in_order = self._segments[rank]
+        low, high = 0, len(in_order) - 1
         while low < high:
             middle = (low + high) // 2
-            if found[middle].end_ns >= now:
+            if in_order[middle].end_ns >= now:
                 high = middle
             else:
                 low = middle + 1
-        return found[low]
+        return in_order[low]
 
     def _awaited(self, rank: int, wait: Segment, now: int) -> _Row | None:
-        """The collective whose end let the waiter go on: of those in flight, the last to end by then."""
+        """The collective whose end released the wait: of those in flight, the last to end by ``now``."""
         flying = [
             row
             for row in self._rows[rank]
@@ -158,28 +160,28 @@ class _Walk:
         return min(named or flying, key=lambda row: row.end_ns, default=None)
 
     def _queued_behind(self, rank: int, row: _Row, now: int) -> _Row | None:
-        """The collective that kept ``row`` from starting although all its members had come, if one did."""
+        """The collective that delayed ``row`` although all members had arrived, or None."""
         earlier = [
-            other
-            for other in self._rows[rank]
-            if row.arrival_ns < other.end_ns < now
-            and other.end_ns <= row.start_ns + TOLERANCE_NS
-            and other.enqueue_ns <= row.enqueue_ns
-            and other != row
+            candidate
+            for candidate in self._rows[rank]
+            if row.arrival_ns < candidate.end_ns < now
+            and candidate.end_ns <= row.start_ns + TOLERANCE_NS
+            and candidate.enqueue_ns <= row.enqueue_ns
+            and candidate != row
         ]
-        return max(earlier, key=lambda other: other.end_ns, default=None)
+        return max(earlier, key=lambda candidate: candidate.end_ns, default=None)
 
 
-def compact(pieces: list[_Found], sliver_ns: float) -> tuple[PathPiece, ...]:
-    """Merge neighbours of one rank and kind, and let what is still a sliver join the piece before it."""
-    merged: list[list[_Found]] = []
+def compact(pieces: list[_Piece], sliver_ns: float) -> tuple[PathPiece, ...]:
+    """Merges adjacent pieces of one rank and kind, then merges remaining slivers into the piece before them."""
+    merged: list[list[_Piece]] = []
     for piece in pieces:
         piece = piece._replace(kind=_KINDS.get(piece.kind, piece.kind))
         if merged and _mergeable(merged[-1][0], piece):
             merged[-1].append(piece)
         else:
             merged.append([piece])
-    runs: list[list[_Found]] = []
+    runs: list[list[_Piece]] = []
     for run in merged:
         if runs and _mergeable(runs[-1][0], run[0]):
             runs[-1].extend(run)
@@ -192,16 +194,16 @@ def compact(pieces: list[_Found], sliver_ns: float) -> tuple[PathPiece, ...]:
     )
 
 
-def _mergeable(a: _Found, b: _Found) -> bool:
+def _mergeable(a: _Piece, b: _Piece) -> bool:
     if (a.rank, a.kind) != (b.rank, b.kind):
         return False
     return a.kind not in (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE) or a.name == b.name
 
 
-def _name(run: list[_Found]) -> str:
-    """One name for a run: its only name, or the longest one's and how many others there are.
+def _name(run: list[_Piece]) -> str:
+    """The name of a run: its only name, or the name that takes longest and the number of others.
 
-    A run that is mostly outside of everything named, such as a forward between its modules, has no name.
+    A run that lies mostly outside named events, such as forward time between modules, has no name.
     """
     lengths: dict[str, int] = {}
     for piece in run:
@@ -215,6 +217,6 @@ def _name(run: list[_Found]) -> str:
         return longest
     if run[0].kind == Kind.COLLECTIVE:
         return f"{run[0].name} ({len(lengths)} buckets)"
-    # The modules of a Sequential have numbers for names, which would read as counts.
+    # Modules of a Sequential are named by numbers, which would read as counts.
     shown = f"'{longest}'" if longest.replace(".", "").isdecimal() else longest
     return f"{shown} and {len(lengths) - 1} more"

@@ -1,4 +1,4 @@
-"""What a diagnosis has besides causes: the job's identity, its buckets, modules and memory, and what was not seen."""
+"""Collects the details of a diagnosis: the job's identity, buckets, modules, memory, and what was not recorded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headway.trace.events import Events, Kind
 from headway.trace.format import RankInfo, Trace
 
 MAX_COMMAND = 4000  # characters
-BUSY = 1.25  # times as much load as cores, where what the job itself asks for fits
+BUSY = 1.25  # times the cores: the load from which the machine counts as busy with other work
 
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """The job of a trace. What is not known is empty, 0 or None.
+    """Describes the job of a trace. Unknown fields are empty or 0.
 
-    ``plan`` has the options of each strategy in force, by its name; ``detail`` says what was recorded of computation.
-    ``cores`` are how many the ranks of the first host have together, and ``threads`` how many torch computes with on
-    each rank. ``contention`` says in a sentence that ranks take cores from each other, where the recording shows it.
+    ``plan`` maps each strategy in force to its options. ``detail`` names the level of detail of recorded computation.
+    ``cores`` counts the cores of all ranks on the first host, ``threads`` torch's threads on one rank. ``contention`` is
+    a sentence if the recording shows that cores were oversubscribed or busy.
     """
 
     trace: str
@@ -58,9 +58,9 @@ class JobIdentity:
 
 
 def job_identity(trace: Trace) -> JobIdentity:
-    """What ``trace`` tells of its job."""
+    """Reads the job's identity from ``trace``."""
     ranks, models = trace.manifest.ranks, trace.stages or (trace.model,)
-    told = trace.manifest.model_dump(mode="json", include={"command", "recorded_at"})
+    manifest = trace.manifest.model_dump(mode="json", include={"command", "recorded_at"})
     first = min(ranks, key=lambda info: info.rank, default=None)
     parameters = [parameter for model in models for parameter in model.parameters]
     plan: dict[str, dict[str, Any]] = {}
@@ -68,8 +68,8 @@ def job_identity(trace: Trace) -> JobIdentity:
         plan.update(info.strategy)
     return JobIdentity(
         trace=trace.path.resolve().name,
-        command=shlex.join(told.get("command", ()))[:MAX_COMMAND],
-        recorded_at=told.get("recorded_at") or "",
+        command=shlex.join(manifest.get("command", ()))[:MAX_COMMAND],
+        recorded_at=manifest.get("recorded_at") or "",
         run=trace.manifest.run,
         framework=trace.manifest.framework,
         versions=_different(info.version for info in ranks),
@@ -92,7 +92,7 @@ def job_identity(trace: Trace) -> JobIdentity:
 
 
 def level_of_detail(ranks: Iterable[Events]) -> str:
-    """What was recorded of computation, in words."""
+    """The level of detail at which computation was recorded."""
     kinds: set[str] = set()
     for events in ranks:
         kinds |= set(events.kind.tolist())
@@ -105,7 +105,7 @@ def level_of_detail(ranks: Iterable[Events]) -> str:
 
 
 def contention(ranks: Iterable[RankInfo]) -> str:
-    """In a sentence, that the cores of a host have more to do than they can; empty where nothing shows it."""
+    """A sentence if some host's cores are oversubscribed or were busy with other work; empty otherwise."""
     of_host: dict[str, list[RankInfo]] = {}
     for info in ranks:
         of_host.setdefault(info.host, []).append(info)
@@ -117,51 +117,53 @@ def contention(ranks: Iterable[RankInfo]) -> str:
         many = f"{len(infos)} ranks" if len(infos) > 1 else "one rank"
         if threads > cores:
             return (
-                f"The {many} on {host} compute with {threads} threads on {cores} cores, which they take from each "
-                "other. Set OMP_NUM_THREADS so that all threads together fit."
+                f"CPU cores are oversubscribed: the {many} on {host} use {threads} threads on {cores} cores. Set "
+                "OMP_NUM_THREADS so that all threads fit."
             )
         load = max((info.load for info in infos if info.load is not None), default=0.0)
         if load > BUSY * max(cores, threads):
             return (
-                f"{host} was busy: a load of {load:.1f} on {cores} cores while {many} with {threads} threads trained. "
-                "Record again on a quiet machine before you trust small differences."
+                f"{host} was busy with other work: load {load:.1f} on {cores} cores, of which {many} used {threads} "
+                "threads. Record again on an idle machine before you trust small differences."
             )
     return ""
 
 
 def not_observed(trace: Trace, *, has_modules: bool, has_memory: bool, has_buckets: bool) -> tuple[str, ...]:
-    """In sentences, what this recording does not show although a page or a prediction would use it."""
-    said = []
+    """Sentences on missing data that a report or a prediction would use."""
+    sentences = []
     kinds = {kind for events in trace.events.values() for kind in set(events.kind.tolist())}
     imported = any(info.source for info in trace.manifest.ranks)
     if trace.missing_ranks:
         count = len(trace.missing_ranks)
         which = ", ".join(map(str, trace.missing_ranks[:8])) + (", …" if count > 8 else "")
-        said.append(f"{count} of {trace.world_size} ranks: no file of rank{'s' * (count > 1)} {which}.")
+        sentences.append(f"{count} of {trace.world_size} ranks: no file for rank{'s' * (count > 1)} {which}.")
     if not has_modules:
-        said.append("Modules: their forward and backward were not timed.")
+        sentences.append("Modules: forward and backward were not timed per module.")
     if Kind.OPERATOR not in kinds:
-        said.append("Operators and kernels: --detail operators or --detail kernels records them.")
+        sentences.append("Operators and kernels: record them with --detail operators or --detail kernels.")
     if not trace.model.parameters and not trace.stages:
-        said.append("The model: parameters and their sizes are not in this trace.")
+        sentences.append("The model: the trace does not list parameters and their sizes.")
     elif has_buckets and Kind.GRADIENT_READY not in kinds:
-        said.append("When gradients become ready.")
+        sentences.append("Gradients: the times at which they become ready.")
     if not has_memory:
-        said.append("Memory: headway record watches it on CPUs under stock DDP, where nothing is compiled.")
+        sentences.append("Memory: recorded only on CPUs under stock DDP, without compiled modules.")
     if Kind.INPUT not in kinds:
-        said.append("Waiting for input: no torch data loader was seen.")
+        sentences.append("Waiting for input: the job used no torch data loader.")
     if trace.cluster is None:
         why = (
             ""
             if imported
-            else " (headway record does so after the last step, unless --no-measuring is given)"
+            else " (headway record measures them after the last step, unless --no-measuring is given)"
         )
-        said.append(f"Links and cores: nothing was measured{why}; predictions fit them from the steps alone.")
-    return tuple(said)
+        sentences.append(
+            f"Links and cores: not measured{why}; predictions estimate them from the recorded steps."
+        )
+    return tuple(sentences)
 
 
 def _cores(ranks: Iterable[RankInfo]) -> set[int]:
-    """The cores that any of the ranks, all of one host, may use."""
+    """The cores that ``ranks`` may use; all ranks are on one host."""
     return {
         core for info in ranks for low, high in info.cores for core in range(low, min(high, low + 65_536) + 1)
     }
@@ -176,9 +178,9 @@ MAX_MODULES = 1000  # in a document
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What readers look up: whose recording it is, and what of it takes how long, or how much memory.
+    """The reference part of a diagnosis: the job, its buckets and modules, and its memory.
 
-    ``memory`` has a value for each stage of a pipeline, one in all for other jobs, and none where nothing was watched.
+    ``memory`` has one entry per pipeline stage, a single entry for other jobs, and is empty if memory was not recorded.
     """
 
     job: JobIdentity
@@ -188,7 +190,7 @@ class Details:
     not_observed: tuple[str, ...]
 
     def to_document(self) -> dict[str, Any]:
-        """The fields of what ``headway diagnose --json`` prints; of many modules, the slowest."""
+        """The fields for ``headway diagnose --json``, with at most MAX_MODULES modules, the slowest first."""
         return {
             "job": self.job.to_document(),
             "buckets": [bucket.to_document() for bucket in self.buckets],
@@ -199,7 +201,7 @@ class Details:
 
 
 def find_details(trace: Trace, times: Mapping[int, RankTime], rows: Communications) -> Details:
-    """Look them up in ``trace``, whose communication is ``rows``."""
+    """Collects the details of ``trace``; ``rows`` is its matched communication."""
     buckets = bucket_times(trace, times, rows)
     modules = module_times(trace, times)
     memory = step_memory(trace, times)

@@ -1,4 +1,4 @@
-"""Diagnosis: where the time of a recorded job went, and who is to blame, as one value."""
+"""Diagnoses a recorded job: where its step time goes, which ranks and links slow it down, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
-from headway.diagnosis.averaging import NOT_TOGETHER, Averaging, find_averaging, of_groups
+from headway.diagnosis.averaging import NOT_TOGETHER, Averaging, find_averaging, with_group_finding
 from headway.diagnosis.breakdown import (
     NS_A_MS,
     Breakdown,
@@ -24,29 +24,29 @@ from headway.diagnosis.causes import find_causes
 from headway.diagnosis.communication import Communications, match
 from headway.diagnosis.critical_path import PathPiece, critical_path, typical_step
 from headway.diagnosis.details import Details, find_details
-from headway.diagnosis.findings import Finding, milliseconds
+from headway.diagnosis.findings import Finding, listed, milliseconds
 from headway.diagnosis.links import Link, find_links
 from headway.diagnosis.stragglers import UNKNOWN, Straggler, blames, find_stragglers
 from headway.diagnosis.verdict import verdict
 from headway.errors import TraceError
-from headway.notebook import shown
+from headway.notebook import table_html
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
-LEAST_STEPS = 3  # of which the first may be left out
-APART = 1.0  # usual steps by which ranks may begin the first one apart
-BROKEN_SHARE, BROKEN_LEAST = 0.1, 3  # of collectives: chance breaks fewer
-SLACK_NS = 100_000  # by which ends and begins are recorded too early or too late
-OF_ORDER = frozenset({"straggler", "moving_imbalance", "late_launch", "slow_link", "clock_skew", "groups"})
-"""Findings that say who waits for whom: they need clocks, and collectives that are matched rightly."""
+LEAST_STEPS = 3  # needed to leave out the first
+APART = 1.0  # typical steps: the tolerated spread of the ranks' first step starts
+BROKEN_SHARE, BROKEN_LEAST = 0.1, 3  # of the collectives: fewer are broken by chance
+SLACK_NS = 100_000  # tolerated error of recorded starts and ends
+NEED_CLOCKS = frozenset({"straggler", "moving_imbalance", "late_launch", "slow_link", "clock_skew", "groups"})
+"""Findings about who waits for whom. They need aligned clocks and correctly matched collectives."""
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
 def skewed_start(trace: Trace, steps: Sequence[int]) -> str:
-    """What to say of a first step that some ranks began to record long after the others; "" where none did.
+    """A note if some ranks began recording their first step much later than the others; "" otherwise.
 
-    Those who were there earlier waited for them in that step, which no job does again.
+    The other ranks waited for them in that step, which is not typical of the job.
     """
     if len(steps) < LEAST_STEPS or len(trace.events) < 2:
         return ""
@@ -66,10 +66,9 @@ def skewed_start(trace: Trace, steps: Sequence[int]) -> str:
         return ""
     late = begins[:, 0] - begins[:, 0].min() > apart_ns[0] / 2
     ranks = [rank for rank, is_late in zip(trace.events, late.tolist(), strict=True) if is_late]
-    shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
     return (
-        f"Step {steps[0]} is left out: the recording of rank{'s' if len(ranks) > 1 else ''} {shown} begins "
-        f"{milliseconds(float(apart_ns[0]) / 1e6)} after that of the others, who wait there for that alone."
+        f"Step {steps[0]} is left out: the recording of {listed(ranks, 8)} begins "
+        f"{milliseconds(float(apart_ns[0]) / 1e6)} after the others, which wait in that step only for this reason."
     )
 
 
@@ -80,24 +79,25 @@ def contradictions(
     stragglers: Sequence[Straggler],
     step_ms: float,
 ) -> list[str]:
-    """What of a recording cannot be true, and where. Nothing about who waits for whom follows from such a one."""
-    found = []
+    """Contradictions in a recording, such as collectives that end early. Blaming ranks is then impossible."""
+    broken = []
     uncertain_ns = max((info.clock.uncertainty_ns for info in trace.manifest.ranks), default=0.0)
     if (early := _ended_before_all_came(rows, 2 * uncertain_ns + SLACK_NS)) is not None:
-        found.append(early)
+        broken.append(early)
     short = [rank for rank, time in times.items() if _is_too_long(time)]
     if short:
-        found.append(f"parts of the steps of rank {short[0]} add up to more than the steps")
+        broken.append(f"parts of the steps of rank {short[0]} add up to more than the steps")
     if stragglers and stragglers[0].cost_ms > step_ms:
         worst = stragglers[0]
-        found.append(
-            f"the others wait {milliseconds(worst.cost_ms)} of each {milliseconds(step_ms)} step for rank {worst.rank}"
+        broken.append(
+            f"the other ranks wait {milliseconds(worst.cost_ms)} of each {milliseconds(step_ms)} step for rank "
+            f"{worst.rank}"
         )
-    return found
+    return broken
 
 
 def _ended_before_all_came(rows: Communications, slack_ns: float) -> str | None:
-    """Collectives that are done on one rank before another has come to them, where there are many."""
+    """Describes collectives that end on one rank before another rank begins them; None if there are few."""
     picked = rows.where((rows.kind == Kind.COLLECTIVE) & np.isin(rows.name.astype(str), _TOGETHER))
     if not len(picked):
         return None
@@ -128,7 +128,7 @@ def _is_too_long(time: RankTime) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How a rank's clock was aligned with rank 0's."""
+    """The alignment of a rank's clock with rank 0's."""
 
     offset_us: float
     drift_ppm: float
@@ -137,11 +137,11 @@ class Clock:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where a recorded job's time went.
+    """The diagnosis of a recorded job.
 
-    ``step_ms`` is the mean step over ranks and recorded steps, and ``breakdown`` each rank's mean step in parts that
-    add up to it. ``findings`` are the causes that make steps longer; ``verdict`` names the first of them.
-    ``critical_path`` is that of ``typical_step``, the step of median length, and adds up to it.
+    ``step_ms`` is the mean step over ranks and recorded steps; ``breakdown`` splits each rank's mean step into parts
+    that add up to it. ``findings`` are the causes of long steps, the most important first; ``verdict`` states it.
+    ``critical_path`` is the path of ``typical_step``, the step of median length, and adds up to that step.
     """
 
     verdict: str
@@ -157,15 +157,15 @@ class Diagnosis:
     clock: dict[int, Clock]
     notes: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
-    step_times_ms: tuple[float, ...] = ()  # of each recorded step, the mean over ranks
-    averaging: Averaging | None = None  # where ranks average their models in groups
-    details: Details | None = None  # whose recording it is, its buckets, modules and memory
+    step_times_ms: tuple[float, ...] = ()  # per recorded step, averaged over ranks
+    averaging: Averaging | None = None  # if ranks average their models in groups
+    details: Details | None = None
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: the verdict, and what makes steps longer."""
-        return shown(
+        """Shows the verdict and the findings that stand out in a notebook."""
+        return table_html(
             self.verdict,
-            ("cause", "ms a step", "ranks", "what to do"),
+            ("cause", "ms per step", "ranks", "what to do"),
             (
                 (
                     finding.cause,
@@ -179,7 +179,7 @@ class Diagnosis:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """The document that ``headway diagnose --json`` prints."""
+        """The document printed by ``headway diagnose --json``."""
         return files.document(
             "diagnosis",
             verdict=self.verdict,
@@ -211,9 +211,9 @@ class Diagnosis:
 
 
 def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
-    """Find where the time of ``trace`` went.
+    """Diagnoses ``trace``. ``cluster`` adds the capacity of links.
 
-    Raises TraceError if the ranks share no recorded step, ClusterError if ``cluster`` does not fit.
+    Raises TraceError if the ranks share no recorded step, ClusterError if ``cluster`` does not match the trace.
     """
     steps = _common_steps(trace)
     late_start = skewed_start(trace, steps)
@@ -227,28 +227,28 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     mean = mean_breakdown(list(parts.values()))
     step_ms = mean.total_ms
     clock = _clock(trace)
-    found = blames(times, rows)
+    blamed = blames(times, rows)
     stragglers = find_stragglers(
         times,
         rows,
-        found,
+        blamed,
         step_ms=step_ms,
-        uncertainty_ms=max((one.uncertainty_us for one in clock.values()), default=0.0) / 1e3,
+        uncertainty_ms=max((rank_clock.uncertainty_us for rank_clock in clock.values()), default=0.0) / 1e3,
     )
-    if trace.missing_ranks:  # who computes no longer than others may itself wait for a rank that is not here
+    if trace.missing_ranks:  # a rank that is late for no visible reason may itself wait for a missing rank
         stragglers = tuple(straggler for straggler in stragglers if straggler.cause != UNKNOWN)
     apart = (NOT_TOGETHER,) if trace.rounds else ()
     path = critical_path(trace, times, rows)
     index, rank = typical_step(times)
     length_ns = int(times[rank].step_end_ns[index] - times[rank].step_start_ns[index])
     averaging = find_averaging(trace)
-    findings = find_causes(trace, times, rows, mean, stragglers, found, steps)
+    findings = find_causes(trace, times, rows, mean, stragglers, blamed, steps)
     if averaging is not None:
-        findings = of_groups(findings, averaging, step_ms)
+        findings = with_group_finding(findings, averaging, step_ms)
     broken = contradictions(trace, times, rows, stragglers, step_ms)
     if broken:
         stragglers = ()
-        findings = [finding for finding in findings if finding.cause not in OF_ORDER]
+        findings = [finding for finding in findings if finding.cause not in NEED_CLOCKS]
     return Diagnosis(
         verdict=verdict(
             mean,
@@ -288,7 +288,7 @@ def _step_times_ms(times: dict[int, RankTime]) -> tuple[float, ...]:
 
 
 def _blocks_its_threads(trace: Trace) -> bool:
-    """Whether every collective blocks the thread that asks for it, so that none is hidden: FSDP2's on Gloo."""
+    """Whether every collective blocks its calling thread, so that none overlaps: FSDP2 on Gloo."""
     return all(info.fully_sharded and "gloo" in info.backend.lower() for info in trace.manifest.ranks)
 
 
@@ -298,9 +298,9 @@ def _common_steps(trace: Trace) -> tuple[int, ...]:
         steps &= events.whole_steps
     if not steps:
         raise TraceError(
-            "no step was recorded on every rank",
+            "no step was recorded completely on all ranks",
             got=trace.path,
-            expected="at least one complete step that all ranks share",
+            expected="at least one complete step shared by all ranks",
             fix="Record more steps.",
         )
     return tuple(sorted(steps))
@@ -320,50 +320,44 @@ def _clock(trace: Trace) -> dict[int, Clock]:
 def _notes(
     trace: Trace, times: dict[int, RankTime], rows: Communications, clock: dict[int, Clock], step_ms: float
 ) -> tuple[str, ...]:
-    """What a reader must know before trusting the numbers."""
+    """Caveats that readers should know before they trust the numbers."""
     notes = []
     dropped = {info.rank: info.dropped_events for info in trace.manifest.ranks if info.dropped_events}
     if dropped:
-        rank = max(dropped, key=lambda one: dropped[one])
+        rank = max(dropped, key=lambda dropping: dropped[dropping])
         notes.append(
-            f"{sum(dropped.values())} events were dropped while recording (most on rank {rank}): "
+            f"{sum(dropped.values())} events were dropped during recording (most on rank {rank}); "
             "their time counts as rest."
         )
     if trace.missing_ranks:
         notes.append(
-            "Communication with ranks that are missing from this trace includes the time spent waiting for them: the "
-            "two cannot be told apart."
+            "Communication with ranks that are missing from this trace includes the time spent waiting for them."
         )
     blank = [rank for rank, time in times.items() if not len(time.forward) and not len(time.backward)]
     if blank:
         notes.append(
-            f"No forward or backward was recorded on {_ranks(blank)}: that time counts as rest, and why ranks are late "
-            "there is unknown."
+            f"No forward or backward was recorded on {listed(blank, 8)}: their time counts as rest, and the reason for "
+            "late arrivals is unknown."
         )
     silent = [rank for rank in times if not (rows.rank == rank).any()]
     if silent and len(times) > 1:
         notes.append(
-            f"No communication was recorded on {_ranks(silent)}: time spent waiting for it there counts as rest."
+            f"No communication was recorded on {listed(silent, 8)}: time spent waiting for it counts as rest."
         )
     alone = np.bincount(rows.instance)[rows.instance] == 1 if len(rows) else np.zeros(0, dtype=bool)
     alone &= rows.kind == Kind.COLLECTIVE
     if len(times) > 1 and alone.sum() > 0.05 * len(rows):
         notes.append(
-            f"{int(alone.sum())} of {len(rows)} communication events have no counterpart on another rank: time spent "
-            "waiting for their members counts as exposed communication."
+            f"{int(alone.sum())} of {len(rows)} communication events have no counterpart on another rank: waiting for "
+            "their members counts as exposed communication."
         )
     vague = max(clock, key=lambda rank: clock[rank].uncertainty_us, default=None)
     if vague is not None and clock[vague].uncertainty_us / 1e3 > 0.02 * step_ms:
         notes.append(
-            f"The clock of rank {vague} is known only to within {clock[vague].uncertainty_us:.0f} us, more than 2 % of "
-            "a step: smaller differences between ranks mean nothing."
+            f"The clock of rank {vague} is uncertain by {clock[vague].uncertainty_us:.0f} us, more than 2 % of a step: "
+            "smaller differences between ranks mean nothing."
         )
     return tuple(notes)
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _straggler_document(straggler: Straggler) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Findings: what makes steps longer than they need be, each with its cost and what to do."""
+"""Findings: the causes of long steps, with cost and advice. Orders them and words their common phrases."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from headway.errors import one_line
 
 HALF = 0.5  # of a coarser finding's cost
-MOST_CHARACTERS = 1000  # of a sentence: names in traces may be of any length
+MOST_CHARACTERS = 1000  # per sentence: names in traces may have any length
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause. ``cost_ms`` estimates by how much a mean step would be shorter without it; ``ranks`` are to blame.
+    """One cause of long steps. ``cost_ms`` estimates how much shorter a mean step would be without it.
 
-    ``sentence`` names the cause, who is to blame and the cost. ``stands_out`` says whether it is large enough to be
-    told; then the sentence also says what to do.
+    ``ranks`` are those to blame. ``sentence`` names the cause, its cost and what to do. ``stands_out`` says whether the
+    finding is large enough to be reported.
     """
 
     cause: str
@@ -27,7 +27,7 @@ class Finding:
     stands_out: bool = True
 
     def to_document(self) -> dict[str, Any]:
-        """As ``headway diagnose --json`` prints it. What does not stand out is measured, and nothing is said of it."""
+        """The JSON object of ``headway diagnose --json``. A finding that does not stand out has no sentence."""
         return {
             "cause": self.cause,
             "cost_ms": round(self.cost_ms, 6),
@@ -37,32 +37,32 @@ class Finding:
         }
 
 
-def superseded(
-    found: Sequence[Finding], finer: Finding, *coarser: str, explains_ms: float = -1.0
+def supersede(
+    findings: Sequence[Finding], finer: Finding, *coarser: str, explains_ms: float = -1.0
 ) -> list[Finding]:
-    """``found`` with ``finer``, in place of the coarser findings that it explains by half or more.
+    """Adds ``finer`` to ``findings``, and drops the ``coarser`` causes if it explains at least half of their cost.
 
-    ``explains_ms`` is how much of a step it explains, where that is not its cost.
+    ``explains_ms`` is how much of a step it explains, if that is more than its cost.
     """
-    return [*unexplained(found, finer, *coarser, explained_ms=max(explains_ms, finer.cost_ms)), finer]
+    return [*drop_explained(findings, finer, *coarser, explained_ms=max(explains_ms, finer.cost_ms)), finer]
 
 
-def unexplained(
-    found: Sequence[Finding], finer: Finding, *coarser: str, explained_ms: float
+def drop_explained(
+    findings: Sequence[Finding], finer: Finding, *coarser: str, explained_ms: float
 ) -> list[Finding]:
-    """``found`` without those of the coarser findings half of whose cost or more is in what ``finer`` explains."""
+    """Drops the ``coarser`` causes from ``findings`` if ``finer`` explains at least half of their cost."""
     return [
-        one
-        for one in found
-        if one.cause not in coarser or not finer.stands_out or explained_ms < HALF * one.cost_ms
+        finding
+        for finding in findings
+        if finding.cause not in coarser or not finer.stands_out or explained_ms < HALF * finding.cost_ms
     ]
 
 
 THE_BOTTLENECK = " is the bottleneck: "
 
 
-def _of_its_weight(finding: Finding, *, first: bool) -> str:
-    """Only what is told first is the bottleneck, and what does not stand out asks for nothing."""
+def _tone_down(finding: Finding, *, first: bool) -> str:
+    """The sentence without "the bottleneck" unless it comes first, and without advice unless it stands out."""
     head, bottleneck, rest = finding.sentence.partition(THE_BOTTLENECK)
     if not bottleneck or (first and finding.stands_out):
         return finding.sentence
@@ -74,42 +74,44 @@ def _of_its_weight(finding: Finding, *, first: bool) -> str:
 PLANS = " (headway optimize)"
 
 
-def _without_plans(sentence: str) -> str:
-    return sentence.replace(PLANS, " (headway optimize finds them from a trace of headway record)")
+def _without_plan_hint(sentence: str) -> str:
+    return sentence.replace(PLANS, " (headway optimize needs a trace from headway record)")
 
 
-def ranked(found: Sequence[Finding], step_ms: float, *, plannable: bool = True) -> list[Finding]:
-    """Findings in the order in which they are told: those that stand out first, the costliest before the others.
+def ordered_findings(findings: Sequence[Finding], step_ms: float, *, plannable: bool = True) -> list[Finding]:
+    """Sorts findings for the report: those that stand out first, then by cost.
 
-    None costs more than the step, and what a sentence quotes of the trace can break no line. Where a trace names no
-    parameters it is not ``plannable``, and sentences do not send readers to where it would be refused.
+    Costs are limited to the step, and sentences to one line. Without ``plannable`` (the trace has no parameters),
+    sentences do not recommend ``headway optimize``, which would refuse the trace.
     """
-    ordered = sorted(found, key=lambda one: (not one.stands_out, -min(max(one.cost_ms, 0.0), step_ms)))
-    told = []
-    for place, one in enumerate(ordered):
-        sentence = _of_its_weight(one, first=place == 0)
-        sentence = sentence if plannable else _without_plans(sentence)
-        cost_ms = min(max(one.cost_ms, 0.0), step_ms)
-        told.append(replace(one, cost_ms=cost_ms, sentence=one_line(sentence, limit=MOST_CHARACTERS)))
-    return told
+    ordered = sorted(
+        findings, key=lambda finding: (not finding.stands_out, -min(max(finding.cost_ms, 0.0), step_ms))
+    )
+    result = []
+    for place, finding in enumerate(ordered):
+        sentence = _tone_down(finding, first=place == 0)
+        sentence = sentence if plannable else _without_plan_hint(sentence)
+        cost_ms = min(max(finding.cost_ms, 0.0), step_ms)
+        result.append(replace(finding, cost_ms=cost_ms, sentence=one_line(sentence, limit=MOST_CHARACTERS)))
+    return result
 
 
 def percent(share: float) -> str:
-    """A share in words."""
+    """Formats a share as a percentage: ``12 %``."""
     return f"{100 * share:.0f} %"
 
 
 def milliseconds(value: float) -> str:
-    """Milliseconds in words, to three digits."""
+    """Formats milliseconds to three digits: ``1.23 ms``."""
     return f"{value:.0f} ms" if value >= 99.5 else f"{value:.3g} ms"
 
 
 def of_each_step(cost_ms: float, step_ms: float) -> str:
-    """A cost in words."""
+    """Formats a cost: ``5 ms of each 50 ms step (10 %)``."""
     return f"{milliseconds(cost_ms)} of each {milliseconds(step_ms)} step ({percent(cost_ms / step_ms)})"
 
 
 def listed(ranks: tuple[int, ...] | list[int], most: int = 3) -> str:
-    """Ranks in words."""
+    """Formats ranks, at most ``most`` of them: ``ranks 0, 1, 2 and more``."""
     shown = ", ".join(map(str, ranks[:most])) + (" and more" if len(ranks) > most else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

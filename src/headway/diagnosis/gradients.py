@@ -1,4 +1,4 @@
-"""Why communication is exposed: what the gradients' buckets look like, and when they start."""
+"""Explains why communication is exposed: small, large or late gradient buckets, a slow link, or blocking calls."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from headway.diagnosis.links import sent_volumes
 from headway.trace.events import Events, Kind
 from headway.units import format_bytes
 
-NEAR_NS = 20_000  # by which a kernel may seem to begin before the one that it waits for has ended
+NEAR_NS = 20_000  # a kernel may be recorded as starting this long before the kernel it waits for has ended
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicationShape:
-    """How one step communicates, averaged over ranks and steps."""
+    """How a step communicates, averaged over ranks and steps. Times are ms per step."""
 
-    collectives: float  # a step and rank
+    collectives: float  # per step and rank
     mean_bytes: float
     buckets: int
     gradient_bytes: int  # the sum of the buckets' sizes
     largest_bytes: int
-    # How much of backward was computed when a bucket was ready to start, from 0 to 1; None where that is unknown:
+    # The share of backward that was done when a bucket became ready, from 0 to 1; None if unknown:
     largest_ready: float | None
     first_ready: float | None
     last_ready: float | None
-    last_bytes: int  # of the bucket that was ready last
-    busy_ms: float  # communication with all members there, a step
-    volume_ms: float  # what the gradients' bytes alone take of it, at the best rate that large buckets reach
+    last_bytes: int  # size of the bucket that became ready last
+    busy_ms: float  # communication with all members present
+    volume_ms: (
+        float  # the part of ``busy_ms`` that the gradients' bytes need at the best rate of large buckets
+    )
     backward_ms: float
-    hiding_ms: float  # backward and forward: all computation that gradients could hide under
-    blocking_ms: float  # exposed communication that carries no bucket of gradients, a step
-    blocking_name: str  # of those the one that is waited for longest
-    blocking_kinds: int  # how many names they have
-    blocking_count: float  # a step
-    blocking_bytes: float  # of those on average
-    of_layers: float  # the share of ``blocking_ms`` that lies between the layers of forward and backward
-    layers: float  # between how many pairs of layers, a step
-    sharded: bool = False  # parameters are gathered and gradients scattered a layer at a time, by fully_shard
+    hiding_ms: float  # backward and forward: all computation that could hide gradients
+    blocking_ms: float  # exposed communication outside the gradient buckets
+    blocking_name: str  # the collective outside the buckets with the longest wait
+    blocking_kinds: int  # number of different names
+    blocking_count: float  # per step
+    blocking_bytes: float  # mean size
+    of_layers: float  # the share of ``blocking_ms`` between layers of forward and backward
+    layers: float  # pairs of layers with communication between them, per step
+    sharded: bool = False  # parameters are gathered and gradients scattered layer by layer, as by fully_shard
     blocks: bool = False  # every call of this backend blocks its thread
 
 
@@ -56,15 +58,15 @@ def communication_shape(
     sharded: bool = False,
     blocks: bool = False,
 ) -> CommunicationShape:
-    """Measure how the steps communicate. ``sharded`` and ``blocks`` are what the recording says itself."""
+    """Measures how the steps communicate. ``sharded`` and ``blocks`` come from the recording's metadata."""
     steps = sum(len(time.step_start_ns) for time in times.values())
     within = np.zeros(len(rows), dtype=bool)
     ready = np.full(len(rows), np.nan)
     for rank, time in times.items():
-        own = np.flatnonzero(rows.rank == rank)
+        of_rank = np.flatnonzero(rows.rank == rank)
         windows = intervals.union(time.step_start_ns, time.step_end_ns)
-        within[own] = intervals.inside(windows, rows.end_ns[own] - 1)
-        ready[own] = _computed_share(time, events[rank], _ready_ns(events[rank], rows.where(own)))
+        within[of_rank] = intervals.inside(windows, rows.end_ns[of_rank] - 1)
+        ready[of_rank] = _computed_share(time, events[rank], _ready_ns(events[rank], rows.where(of_rank)))
     counted = within & (rows.kind == Kind.COLLECTIVE) & (rows.size_bytes > 0)
     carrying = counted & (rows.bucket >= 0)
     sizes: dict[int, int] = {}
@@ -109,10 +111,10 @@ def _computed_ns(times: dict[int, RankTime], part: str) -> int:
 
 
 def _volume_ns(times: dict[int, RankTime], rows: Communications, carrying: np.ndarray) -> float:
-    """What the bytes of the rows in ``carrying`` alone take of the time in which they are in flight, over all ranks.
+    """The transfer time of the rows in ``carrying`` without latency, in ns summed over ranks.
 
-    The rate is what the best of the large ones reach, those that queue behind no other: what small ones take beyond it
-    is latency. Several that are in flight at once reach less each, but take no longer than they are seen to.
+    It assumes the best rate of large collectives, which do not queue; what small ones take beyond it is latency. The
+    result is limited to the time in flight, because concurrent collectives share the link.
     """
     length_ns = (rows.end_ns - np.maximum(rows.arrival_ns, rows.start_ns)).astype(np.float64)
     sent = sent_volumes(rows)
@@ -123,28 +125,30 @@ def _volume_ns(times: dict[int, RankTime], rows: Communications, carrying: np.nd
     bytes_a_ns = float(np.quantile(sent[large] / length_ns[large], 0.9))
     busy_ns = 0
     for rank, time in times.items():
-        own = carrying & (rows.rank == rank)
-        busy_ns += int(time.per_step(intervals.union(rows.arrival_ns[own], rows.end_ns[own])).sum())
+        of_rank = carrying & (rows.rank == rank)
+        busy_ns += int(time.per_step(intervals.union(rows.arrival_ns[of_rank], rows.end_ns[of_rank])).sum())
     return min(float(busy_ns), float(sent[carrying].sum()) / bytes_a_ns)
 
 
-def _ready_ns(events: Events, own: Communications) -> Ints:
-    """When each of a rank's rows could start: when its gradients were computed where that is told, else as asked for.
+def _ready_ns(events: Events, rank_rows: Communications) -> Ints:
+    """When each of a rank's rows could start: when its gradients were ready if recorded, else when it was enqueued.
 
-    A device's kernel begins later than its bucket is ready where it queues behind another.
+    On devices a kernel may start later than its bucket is ready, because it queues behind another.
     """
-    told = events.of_kind(Kind.GRADIENT_READY)
-    told = told.where(told.bucket >= 0)
-    keys = zip(told.step.tolist(), told.bucket.tolist(), told.start_ns.tolist(), strict=True)
+    ready = events.of_kind(Kind.GRADIENT_READY)
+    ready = ready.where(ready.bucket >= 0)
+    keys = zip(ready.step.tolist(), ready.bucket.tolist(), ready.start_ns.tolist(), strict=True)
     ready_ns = {(step, bucket): moment for step, bucket, moment in keys}
-    asked = zip(own.step.tolist(), own.bucket.tolist(), own.enqueue_ns.tolist(), strict=True)
+    enqueued = zip(
+        rank_rows.step.tolist(), rank_rows.bucket.tolist(), rank_rows.enqueue_ns.tolist(), strict=True
+    )
     return np.array(
-        [ready_ns.get((step, bucket), asked_ns) for step, bucket, asked_ns in asked], dtype=np.int64
+        [ready_ns.get((step, bucket), asked_ns) for step, bucket, asked_ns in enqueued], dtype=np.int64
     )
 
 
 def _computed_share(time: RankTime, events: Events, moments: Ints) -> np.ndarray:
-    """How much of its backward pass this rank had computed at each moment; NaN outside of every pass."""
+    """The share of the backward pass that was computed at each moment; NaN outside backward passes."""
     shares = np.full(len(moments), np.nan)
     start_ns, end_ns = _passes(time, events)
     if not len(start_ns):
@@ -153,16 +157,16 @@ def _computed_share(time: RankTime, events: Events, moments: Ints) -> np.ndarray
     inside = (index >= 0) & (moments <= end_ns[np.maximum(index, 0)])
     chosen = index[inside]
     done = intervals.length_within(time.backward, start_ns[chosen], moments[inside])
-    whole = intervals.length_within(time.backward, start_ns[chosen], end_ns[chosen])
-    shares[inside] = np.where(whole > 0, done / np.maximum(whole, 1), np.nan)
+    pass_ns = intervals.length_within(time.backward, start_ns[chosen], end_ns[chosen])
+    shares[inside] = np.where(pass_ns > 0, done / np.maximum(pass_ns, 1), np.nan)
     return shares
 
 
 def _passes(time: RankTime, events: Events) -> tuple[Ints, Ints]:
-    """When each backward pass began and ended.
+    """The start and end of each backward pass.
 
-    Other tools record computation only. A pass then is the backward computation between two stretches of forward, or
-    two steps, and lasts until the next of these begins.
+    Traces of other tools have no passes. There, a pass is the backward computation between two stretches of forward,
+    or two steps, and lasts until the next of these begins.
     """
     passes = events.of_kind(Kind.BACKWARD_PASS)
     if len(passes):
@@ -178,7 +182,7 @@ def _passes(time: RankTime, events: Events) -> tuple[Ints, Ints]:
 
 
 class _Blocking(NamedTuple):
-    """What was waited for outside of the gradients: a step in ms, by name in ns over all steps, how many a step."""
+    """Waits outside the gradient buckets: in ms per step, in ns by name over all steps, and their number per step."""
 
     total_ms: float
     of_name: dict[str, int]
@@ -194,19 +198,19 @@ def _blocking_calls(times: dict[int, RankTime], rows: Communications, steps: int
     for rank, time in times.items():
         of_rank = rows.where(rows.rank == rank)
         begin_ns, is_blocking = _turns_ns(of_rank), of_rank.bucket < 0
-        own, begin_ns = of_rank.where(is_blocking), begin_ns[is_blocking]
-        spans = intervals.union(begin_ns, own.end_ns)
+        blocking, begin_ns = of_rank.where(is_blocking), begin_ns[is_blocking]
+        spans = intervals.union(begin_ns, blocking.end_ns)
         exposed = intervals.intersect(time.exposed, intervals.union(time.step_start_ns, time.step_end_ns))
         total_ns += intervals.length_ns(intervals.intersect(exposed, spans))
-        waited = intervals.length_within(exposed, begin_ns, own.end_ns)
+        waited = intervals.length_within(exposed, begin_ns, blocking.end_ns)
         count += int(np.count_nonzero(waited))
-        size_bytes += int(own.size_bytes[waited > 0].sum())
+        size_bytes += int(blocking.size_bytes[waited > 0].sum())
         waited_ns += int(waited.sum())
-        between = _between_layers(time, own) & (waited > 0)
+        between = _between_layers(time, blocking) & (waited > 0)
         layers_ns += int(waited[between].sum())
         computing = intervals.join(time.forward, time.backward)
-        layers += len(np.unique(np.searchsorted(computing[:, 0], own.arrival_ns[between])))
-        for name, one_ns in zip(own.name.tolist(), waited.tolist(), strict=True):
+        layers += len(np.unique(np.searchsorted(computing[:, 0], blocking.arrival_ns[between])))
+        for name, one_ns in zip(blocking.name.tolist(), waited.tolist(), strict=True):
             if one_ns:
                 of_name[name] = of_name.get(name, 0) + one_ns
     return _Blocking(
@@ -215,30 +219,33 @@ def _blocking_calls(times: dict[int, RankTime], rows: Communications, steps: int
     )  # fmt: skip
 
 
-def _turns_ns(own: Communications) -> Ints:
-    """When a rank's rows could be carried out: once they were called, and the calls before them in their group done.
+def _turns_ns(rank_rows: Communications) -> Ints:
+    """When each of a rank's rows could run: after its last arrival, and after the earlier calls of its group.
 
-    DDP's small all-reduce of unused parameters is called behind its buckets, and waits for them.
+    DDP's small all-reduce of unused parameters is issued after the buckets and waits for them.
     """
-    turns_ns = own.arrival_ns.copy()
-    for group in dict.fromkeys(own.group.tolist()):
-        of_group = np.flatnonzero(own.group == group)
-        order = of_group[np.lexsort((own.sequence[of_group], own.arrival_ns[of_group]))]
-        before_ns = np.maximum.accumulate(own.end_ns[order])[:-1]
-        turns_ns[order[1:]] = np.clip(before_ns, own.arrival_ns[order[1:]], own.end_ns[order[1:]])
+    turns_ns = rank_rows.arrival_ns.copy()
+    for group in dict.fromkeys(rank_rows.group.tolist()):
+        of_group = np.flatnonzero(rank_rows.group == group)
+        order = of_group[np.lexsort((rank_rows.sequence[of_group], rank_rows.arrival_ns[of_group]))]
+        before_ns = np.maximum.accumulate(rank_rows.end_ns[order])[:-1]
+        turns_ns[order[1:]] = np.clip(before_ns, rank_rows.arrival_ns[order[1:]], rank_rows.end_ns[order[1:]])
     return turns_ns
 
 
-def _between_layers(time: RankTime, own: Communications) -> Flags:
-    """Which of a rank's rows lie inside of a step's forward and backward: these compute before and after them."""
-    before, after = _pass_at(time, own.arrival_ns, before=True), _pass_at(time, own.end_ns, before=False)
-    step = np.searchsorted(time.step_start_ns, own.arrival_ns, side="right")
-    inside: Flags = step == np.searchsorted(time.step_start_ns, own.end_ns, side="right")
+def _between_layers(time: RankTime, rank_rows: Communications) -> Flags:
+    """Which of a rank's rows lie within forward and backward, with computation before and after them."""
+    before, after = (
+        _pass_at(time, rank_rows.arrival_ns, before=True),
+        _pass_at(time, rank_rows.end_ns, before=False),
+    )
+    step = np.searchsorted(time.step_start_ns, rank_rows.arrival_ns, side="right")
+    inside: Flags = step == np.searchsorted(time.step_start_ns, rank_rows.end_ns, side="right")
     return inside & (before >= 0) & (before <= after)
 
 
 def _pass_at(time: RankTime, moments: Ints, *, before: bool) -> Ints:
-    """0 for forward and 1 for backward, by what was computed last before each moment or first after it; else -1."""
+    """The computation last before (or first after) each moment: 0 for forward, 1 for backward, -1 for neither."""
     borders = 1 if before else 0
     ends = np.concatenate([time.forward[:, borders], time.backward[:, borders]])
     kind = np.repeat([0, 1], [len(time.forward), len(time.backward)])
@@ -251,23 +258,23 @@ def _pass_at(time: RankTime, moments: Ints, *, before: bool) -> Ints:
         if before
         else np.searchsorted(ends, moments - NEAR_NS)
     )
-    known = (place >= 0) & (place < len(ends))
-    return np.where(known, kind[np.clip(place, 0, len(ends) - 1)], -1)
+    exists = (place >= 0) & (place < len(ends))
+    return np.where(exists, kind[np.clip(place, 0, len(ends) - 1)], -1)
 
 
 def _is_sharded(times: dict[int, RankTime], rows: Communications) -> bool:
-    """Whether a group gathers several times in forward and scatters several times in backward, and only there.
+    """Whether a group all-gathers in every step, and reduce-scatters almost only in backward, as FSDP and ZeRO do.
 
-    So do FSDP and ZeRO. Sequence parallelism scatters in forward, too.
+    Sequence parallelism also reduce-scatters in forward.
     """
     for rank, time in times.items():
-        own = rows.where(rows.rank == rank)
-        at = _pass_at(time, own.arrival_ns, before=True)
+        rank_rows = rows.where(rows.rank == rank)
+        at = _pass_at(time, rank_rows.arrival_ns, before=True)
         at[at < 0] = 0
-        for group in dict.fromkeys(own.group.tolist()):
-            here = own.group == group
-            gathers = (own.name == "all_gather") & here
-            scatters = (own.name == "reduce_scatter") & here
+        for group in dict.fromkeys(rank_rows.group.tolist()):
+            here = rank_rows.group == group
+            gathers = (rank_rows.name == "all_gather") & here
+            scatters = (rank_rows.name == "reduce_scatter") & here
             least = 2 * len(time.step_start_ns)
             in_forward = int((scatters & (at == 0)).sum())
             if gathers.sum() >= least and scatters.sum() >= least and 4 * in_forward <= scatters.sum():
@@ -277,27 +284,21 @@ def _is_sharded(times: dict[int, RankTime], rows: Communications) -> bool:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
+    finite = values[~np.isnan(values)]
+    return float(finite.mean()) if len(finite) else None
 
 
 SMALL_BYTES = 256 * 1024
-MANY = 16  # collectives a step
-LAYERS = 2  # places a step between which computation waits, from which on these are layers
-MOST = 0.5  # of what is waited: what a cause that is told has to explain
-
-
-# What exposed communication costs, why it is exposed, and what could change that.
-#
-# It costs less than what ranks wait for it, where they wait for one another as well.
+MANY = 16  # collectives per step
+LAYERS = 2  # interruptions of computation per step from which they count as lying between layers
+MOST = 0.5  # the share of the wait that a reported reason has to explain
 
 
 def communication_cost_ms(times: dict[int, RankTime], rows: Communications) -> float:
-    """By how much a mean step would be shorter without communication, in ms.
+    """How much shorter a mean step would be without communication, in ms.
 
-    Where all ranks communicate together, a rank that waits for it longer than another does also waits for that other
-    rank, and would still do so: what counts is the rank that waits least, in each step. Otherwise it is the mean over
-    ranks.
+    If all ranks communicate together, a rank with a longer wait also waits for other ranks, and would still do so
+    without communication. Then the rank that waits least counts in each step; otherwise the mean over ranks.
     """
     exposed = np.stack([time.per_step(time.exposed) for time in times.values()])
     collective = rows.where(rows.kind == Kind.COLLECTIVE)
@@ -309,12 +310,12 @@ def communication_cost_ms(times: dict[int, RankTime], rows: Communications) -> f
 
 
 def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
-    """What is waited for, why, and what to do: only what could change it."""
+    """Says which communication is exposed, why, and what would change that; completes "... waits for"."""
     if not shape.backward_ms and not mean.computation:
         return (
             f"{shape.blocking_name or 'communication'}, {shape.collectives:.3g} collectives of "
-            f"{format_bytes(shape.mean_bytes)} on average a step; computation was not recorded, so it is unknown why "
-            "nothing hides them"
+            f"{format_bytes(shape.mean_bytes)} on average per step; the reason is unknown because computation was not "
+            "recorded"
         )
     if shape.sharded:
         return _sharded(shape)
@@ -327,28 +328,30 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
 def _sharded(shape: CommunicationShape) -> str:
     gathers = (
         f"the all-gathers and reduce-scatters of a fully sharded model, {shape.collectives:.3g} of "
-        f"{format_bytes(shape.mean_bytes)} on average a step"
+        f"{format_bytes(shape.mean_bytes)} on average per step"
     )
     fewer = "shard larger groups, or keep parameters gathered (reshard_after_forward=False)"
     if shape.blocks:
-        return f"{gathers}, each of which blocks its thread on this backend, so that no prefetch hides it; {fewer}"
-    return f"{gathers}, which the computation of its layers does not hide; prefetch more, {fewer}"
+        return (
+            f"{gathers}; on this backend each call blocks its thread, so prefetching cannot hide it; {fewer}"
+        )
+    return f"{gathers}, which the layers' computation does not hide; prefetch more, {fewer}"
 
 
 def _blocking_words(shape: CommunicationShape) -> str:
-    """What is no gradients and was waited for."""
-    others = " and others" if shape.blocking_kinds > 1 else ""
-    name = f"{shape.blocking_name or 'communication'}{others}"
+    """Describes exposed communication other than gradients."""
+    more = " and others" if shape.blocking_kinds > 1 else ""
+    name = f"{shape.blocking_name or 'communication'}{more}"
     if not shape.backward_ms and not shape.buckets:
         return (
-            f"{name}, {shape.blocking_count:.3g} a step, under which nothing computes; the trace does not tell forward "
-            "from backward, and so not what they carry"
+            f"{name}, {shape.blocking_count:.3g} per step, which no computation overlaps; the trace does not separate "
+            "forward from backward, so it is unknown what they carry"
         )
     if shape.blocking_name in ("send", "receive", "send_receive"):
         return (
-            f"messages between ranks, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average a "
-            "step, while these have nothing else to compute; split batches into more micro-batches, or place stages "
-            "that exchange them inside one host"
+            f"messages between ranks, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average per "
+            "step, with nothing else to compute meanwhile; split batches into more micro-batches, or place "
+            "communicating stages on one host"
         )
     if shape.of_layers > MOST and shape.layers >= LAYERS:
         experts = shape.blocking_name == "all_to_all"
@@ -359,59 +362,59 @@ def _blocking_words(shape: CommunicationShape) -> str:
             else "overlap it with the layers' computation, or give the group fewer ranks"
         )
         return (
-            f"{name} between layers, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average a "
-            f"step, under which nothing computes, as {kind}; keep each group inside one host, {what}"
+            f"{name} between layers, {shape.blocking_count:.3g} of {format_bytes(shape.blocking_bytes)} on average per "
+            f"step, which no computation overlaps, as {kind}; keep each group within one host, {what}"
         )
     return (
-        f"{name} outside of the gradients, because the program blocks on {shape.blocking_count:.3g} of them a step; "
-        "remove them, call them less often, or start them asynchronously"
+        f"{name} outside of the gradients, because the program blocks on {shape.blocking_count:.3g} of them per step; "
+        "remove them, call them less often, or make them asynchronous"
     )
 
 
 def _latency(shape: CommunicationShape) -> str:
-    """Gradients so small that each collective's latency is what they cost; empty where they are not."""
+    """Describes gradients so small that latency dominates; empty if they are larger."""
     if shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES and shape.largest_bytes < SMALL_BYTES:
         return _many(shape)
     if 0 < shape.gradient_bytes < SMALL_BYTES:
         return (
-            f"gradients, of which there are only {format_bytes(shape.gradient_bytes)}: their cost is the network's "
-            "latency, which other bucket sizes do not change; communicate less often (larger batches, accumulation), "
-            "or over a network with lower latency"
+            f"only {format_bytes(shape.gradient_bytes)} of gradients: network latency dominates, and other bucket sizes "
+            "do not change it; communicate less often (larger batches, accumulation), or use a network with lower "
+            "latency"
         )
     return ""
 
 
 def _link(shape: CommunicationShape, exposed_ms: float) -> str:
-    """Gradients whose bytes alone take longer than all that could hide them; empty where they do not."""
+    """Describes gradients whose transfer takes longer than the computation that could hide it; empty otherwise."""
     beyond_ms = shape.volume_ms - shape.hiding_ms
     if not shape.backward_ms or not shape.buckets or beyond_ms < MOST * exposed_ms:
         return ""
     return (
-        f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it "
-        f"({milliseconds(shape.volume_ms)} for the bytes alone), while forward and backward, all that could hide that, "
-        f"take {milliseconds(shape.hiding_ms)}: the link is the limit, and other buckets gain little; use a faster "
+        f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} per step "
+        f"({milliseconds(shape.volume_ms)} at full rate), and forward and backward, which could hide that, take "
+        f"only {milliseconds(shape.hiding_ms)}: the link is the limit, and other buckets gain little; use a faster "
         "link or send less (larger batches, accumulation, lower precision)"
     )
 
 
 def _buckets(shape: CommunicationShape, exposed_ms: float) -> str:
-    """Gradients that could be hidden, but start too late or in too many pieces."""
+    """Describes gradients that could be hidden but start too late or in too many pieces."""
     if shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES:
         return _many(shape)
     share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0
     late = 0.5 if share >= 0.9 else 0.8
     if shape.largest_ready is not None and share >= 0.5 and shape.largest_ready >= late:
         of_them = "all" if shape.buckets == 1 else f"{percent(share)} of them"
-        one = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
-        return f"gradients, because {one} and {_starts(shape.largest_ready)}; try smaller buckets (headway optimize)"
+        largest = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
+        return f"gradients, because {largest} and {_starts(shape.largest_ready)}; try smaller buckets (headway optimize)"
     if shape.first_ready is not None and shape.first_ready >= 0.6:
         starts = _starts(shape.first_ready)
         return f"gradients, because the first bucket {starts}; try smaller buckets (headway optimize)"
     if shape.backward_ms and shape.busy_ms > shape.backward_ms:
         return (
-            f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it and backward, which could "
+            f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} per step and backward, which could "
             f"hide that, takes only {milliseconds(shape.backward_ms)}; send less (larger batches, accumulation, lower "
-            "precision) or hide it under forward as well (headway optimize)"
+            "precision) or overlap with forward as well (headway optimize)"
         )
     if shape.last_ready is not None and shape.last_ready >= 0.8:
         last = shape.last_bytes / shape.gradient_bytes
@@ -431,6 +434,6 @@ def _starts(ready: float) -> str:
 
 def _many(shape: CommunicationShape) -> str:
     return (
-        f"gradients, because they travel in {shape.collectives:.0f} collectives of {format_bytes(shape.mean_bytes)} on "
-        "average and each pays the network's latency; try larger buckets (headway optimize)"
+        f"gradients, because they are sent in {shape.collectives:.0f} collectives of {format_bytes(shape.mean_bytes)} on "
+        "average, and each pays the network's latency; try larger buckets (headway optimize)"
     )

@@ -1,4 +1,4 @@
-"""Links: what crossed from host to host, how fast, and for how much of the step."""
+"""Measures the traffic between hosts: goodput and utilisation of each link, per direction."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BITS_A_NS_IN_GBPS = 8.0  # bytes a nanosecond, in Gbit/s
 class Link:
     """One direction between two hosts, over the recorded steps.
 
-    ``gbps`` is the goodput while the link was in use, and ``utilisation`` the share of the step in which it was; where
-    the cluster's rates are known, that is the share of their capacity that the step used, and ``capacity_gbps`` is set.
+    ``gbps`` is the goodput while the link was in use. ``utilisation`` is the share of step time in which it was; if
+    ``capacity_gbps`` is known, it is the share of the link's capacity that was used.
     """
 
     source: str
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(slots=True)
 class _Use:
-    """What ranks sent from one host to another, and for how long they did."""
+    """The traffic from one host to another: its senders, bytes and active time."""
 
     senders: set[int] = field(default_factory=set)
     moved_bytes: float = 0.0
@@ -49,16 +49,15 @@ _Uses = dict[tuple[str, str], _Use]
 def find_links(
     trace: Trace, times: dict[int, RankTime], rows: Communications, cluster: Cluster | None
 ) -> tuple[Link, ...]:
-    """Add up what ranks sent to each other, host by host. ``rows`` are ``match(trace)``.
+    """Adds up the traffic between hosts. ``rows`` is ``match(trace)``.
 
-    What a rank sent is taken from the first of these that its recording holds: what its kernel counted for each
-    connection (events of the kind ``link``), the messages of its collectives, or the assumption that a collective is
-    a ring through its members (``sent_volumes``). By the kernel's counts, a link is in use while a connection is busy:
-    several connections are taken to be busy independently of each other, and none for less time than delivery took.
-    Otherwise it is in use while a collective with all its members is in flight.
+    A rank's traffic comes from the first source its recording has: the kernel's counters per connection (``link``
+    events), the messages of its collectives, or the assumption that collectives are rings (``sent_volumes``). With
+    kernel counters, a link is in use while a connection is busy; connections are assumed to be busy independently, and
+    for at least their delivery time. Otherwise it is in use while a collective with all its members is in flight.
 
     If all ranks share one host, the only entry is that host's memory. Raises ClusterError if ``cluster`` does not
-    fit the trace.
+    match the trace.
     """
     hosts = _hosts(trace, cluster)
     uses: _Uses = {}
@@ -67,7 +66,7 @@ def find_links(
     _add_collectives(uses, trace, times, counted, rows, hosts)
     apart = any(source != target for source, target in uses)
     capacities = _capacities(cluster)
-    found = []
+    links = []
     for (source, target), use in sorted(uses.items()):
         if (source == target and apart) or use.active_ns <= 0:
             continue  # memory is no link
@@ -78,14 +77,14 @@ def find_links(
         share = min(use.active_ns / whole_ns, 1.0)
         if capacity is not None:
             share = BITS_A_NS_IN_GBPS * use.moved_bytes / whole_ns / capacity
-        found.append(Link(source, target, gbps, share, capacity))
-    return tuple(found)
+        links.append(Link(source, target, gbps, share, capacity))
+    return tuple(links)
 
 
 def _add_connections(
     uses: _Uses, trace: Trace, times: dict[int, RankTime], counted: list[int], hosts: dict[int, str]
 ) -> None:
-    """What the kernels of the ranks ``counted`` counted in the recorded steps."""
+    """Adds the kernel's connection counters of the ranks ``counted``."""
     idle: dict[tuple[str, str, int], tuple[Floats, int]] = {}  # shares of a step, and its length
     for rank in counted:
         time, rows = times[rank], trace.events[rank].of_kind(Kind.LINK)
@@ -112,13 +111,13 @@ def _add_connections(
 
 
 def _least_ns(events: Events, rows: Events) -> Floats:
-    """What ``rows`` took at least, by the rate at which the kernel saw them delivered; 0 where it says nothing.
+    """The least time that ``rows`` took, from the kernel's delivery rate; 0 if unknown.
 
-    It counts the time for which a connection is busy in ticks of some milliseconds, which may all miss what is short.
+    The kernel counts busy time in ticks of some milliseconds, which may miss short transfers.
     """
     rates = events.of_kind(Kind.DELIVERY_RATE)
-    known = zip(rates.peer.tolist(), rates.step.tolist(), rates.size_bytes.tolist(), strict=True)
-    rate_of = {(peer, step): rate for peer, step, rate in known if rate > 0}
+    measured = zip(rates.peer.tolist(), rates.step.tolist(), rates.size_bytes.tolist(), strict=True)
+    rate_of = {(peer, step): rate for peer, step, rate in measured if rate > 0}
     keys = zip(rows.peer.tolist(), rows.step.tolist(), strict=True)
     rate = np.array([rate_of.get(key, np.inf) for key in keys], dtype=np.float64)
     least_ns: Floats = rows.size_bytes / rate * 1e9
@@ -133,13 +132,13 @@ def _add_collectives(
     rows: Communications,
     hosts: dict[int, str],
 ) -> None:
-    """What ranks other than those ``counted`` sent in the recorded steps: in collectives, and in other messages."""
+    """Adds the collectives and messages of all ranks except those ``counted``."""
     within = np.zeros(len(rows))
     for rank, time in times.items():
-        own = rows.rank == rank
-        ends = np.maximum(rows.end_ns[own], rows.arrival_ns[own])
-        covered = intervals.length_within(_windows(time), rows.arrival_ns[own], ends)
-        within[own] = covered / np.maximum(ends - rows.arrival_ns[own], 1)
+        of_rank = rows.rank == rank
+        ends = np.maximum(rows.end_ns[of_rank], rows.arrival_ns[of_rank])
+        covered = intervals.length_within(_windows(time), rows.arrival_ns[of_rank], ends)
+        within[of_rank] = covered / np.maximum(ends - rows.arrival_ns[of_rank], 1)
     crossing: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     for row, target, size_bytes in _sent(trace, rows, counted):
         rank, moved_bytes = int(rows.rank[row]), size_bytes * float(within[row])
@@ -160,10 +159,10 @@ def _add_collectives(
 
 
 def _sent(trace: Trace, rows: Communications, but: list[int]) -> Iterator[tuple[int, int, float]]:
-    """What all ranks ``but`` some sent: the row that it is of, the receiver and the bytes."""
-    others = ~np.isin(rows.rank, but)
+    """What all ranks except ``but`` sent: row, receiver and bytes."""
+    wanted = ~np.isin(rows.rank, but)
     by_messages = np.zeros(len(rows), dtype=bool)
-    for rank in np.unique(rows.rank[others]).tolist():
+    for rank in np.unique(rows.rank[wanted]).tolist():
         events = trace.events[rank]
         sends = events.where(inner_messages(events) & (events.kind == Kind.SEND))
         if not len(sends):
@@ -176,7 +175,7 @@ def _sent(trace: Trace, rows: Communications, but: list[int]) -> Iterator[tuple[
             by_messages[same] = True
             yield same[0], send.peer, max(send.size_bytes, 0)
     volumes, targets = sent_volumes(rows), ring_targets(rows)
-    for row in np.flatnonzero(others & ~by_messages & (volumes > 0) & (targets >= 0)).tolist():
+    for row in np.flatnonzero(wanted & ~by_messages & (volumes > 0) & (targets >= 0)).tolist():
         yield row, int(targets[row]), float(volumes[row])
 
 
@@ -189,10 +188,10 @@ def _hosts(trace: Trace, cluster: Cluster | None) -> dict[int, str]:
         return trace.hosts
     if cluster.world_size != trace.world_size:
         raise ClusterError(
-            "the cluster does not fit the trace",
+            "the cluster does not match the trace",
             got=f"{cluster.world_size} workers in the cluster",
-            expected=f"{trace.world_size}, as recorded",
-            fix="Give the cluster that the trace was recorded on, or none.",
+            expected=f"{trace.world_size} workers, as recorded",
+            fix="Pass the cluster on which the trace was recorded, or omit it.",
         )
     return {rank: cluster.hosts[index].name for rank, index in enumerate(cluster.host_of_rank)}
 
@@ -208,10 +207,10 @@ def _capacities(cluster: Cluster | None) -> dict[tuple[str, str], float]:
 
 
 def sent_volumes(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The bytes that each row's rank sends: of a collective, to its ring neighbour; of a message, to its peer.
+    """The bytes that each row's rank sends: to its ring neighbour for a collective, to its peer for a message.
 
-    A ring over the P ranks of a group, recorded or not, sends 2(P-1)/P of an all-reduced tensor over each of its edges,
-    and (P-1)/P of one that is reduce-scattered, gathered or broadcast.
+    A ring over P ranks, recorded or not, sends 2(P-1)/P of an all-reduced tensor over each edge, and (P-1)/P of a
+    tensor that is reduce-scattered, gathered or broadcast.
     """
     factors = np.where(rows.name == "all_reduce", 2.0, 1.0) * (rows.members - 1) / np.maximum(rows.members, 1)
     factors = np.where(rows.kind == Kind.SEND, 1.0, factors)
@@ -221,5 +220,5 @@ def sent_volumes(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def ring_targets(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The rank to which each row's rank sends: the next member of its group, or the peer; -1 where it is not known."""
+    """The rank to which each row's rank sends: the next member of its group, or the peer; -1 if unknown."""
     return np.where(rows.kind == Kind.SEND, rows.peer, rows.next_rank)

@@ -1,4 +1,4 @@
-"""What a rank holds in memory over a step, from what the recording watched of one pass."""
+"""Reconstructs a rank's memory over a step from the recorded memory of one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from headway.strategies.footprint import AFTER, FORWARD, UPDATE, Footprint, cons
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
-MAX_POINTS = 2000  # of a curve, in a document and on a page
+MAX_POINTS = 2000  # per curve, in JSON and on a page
 
 
 class MemoryPoint(NamedTuple):
-    """What is held until ``ms`` after the step's start: gradients, and what passes need besides. ``what`` ends then."""
+    """The memory held until ``ms`` after the step's start, when ``what`` ends.
+
+    ``working_bytes`` are activations and temporary tensors.
+    """
 
     ms: float
     gradient_bytes: int
@@ -29,9 +32,9 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a rank holds over a mean step: ``constant_bytes`` by what it is, and ``points`` in addition.
+    """The memory of a rank over a mean step: constant parts by name, plus ``points`` over time.
 
-    ``ranks`` are those that it applies to. Of a stage of a pipeline only the ``peak_bytes`` are known, without points.
+    It applies to all ``ranks``. For a pipeline stage only ``peak_bytes`` is known, and ``points`` is empty.
     """
 
     ranks: tuple[int, ...]
@@ -41,8 +44,8 @@ class StepMemory:
 
     @property
     def peak(self) -> MemoryPoint | None:
-        """The point at which most is held."""
-        return max(self.points, key=lambda one: one.gradient_bytes + one.working_bytes, default=None)
+        """The point with the most memory; None without points."""
+        return max(self.points, key=lambda point: point.gradient_bytes + point.working_bytes, default=None)
 
     def to_document(self) -> dict[str, Any]:
         """As ``headway diagnose --json`` prints it."""
@@ -55,17 +58,17 @@ class StepMemory:
 
 
 def step_memory(trace: Trace, times: Mapping[int, RankTime]) -> tuple[StepMemory, ...]:
-    """What ranks hold; a value for each stage of a pipeline; empty where no pass was watched."""
+    """The memory of a rank, one entry per pipeline stage; empty if memory was not recorded."""
     if trace.stages:
         of_stages = trace.ranks_of_stages
         pairs = zip(of_stages.values(), trace.stages, strict=False)
-        found = (_of_stage(ranks, model, model.stage_memory) for ranks, model in pairs)
-        return tuple(one for one in found if one is not None)
+        stages = (_of_stage(ranks, model, model.stage_memory) for ranks, model in pairs)
+        return tuple(stage for stage in stages if stage is not None)
     model = trace.model
     if model.pass_memory is None:
         return ()
     held = Footprint(
-        buffers_bytes=model.size_bytes,  # only stock DDP's passes are watched, whose buckets hold every gradient
+        buffers_bytes=model.size_bytes,  # memory is recorded only under stock DDP, whose buckets hold every gradient
         state_bytes=model.optimizer_state_bytes,
         gradients_apart=model.pass_memory.gradients_apart,
         updated_share=1.0,
@@ -99,33 +102,33 @@ def _of_stage(ranks: tuple[int, ...], model: ModelSpec, memory: StageMemory | No
 
 
 def _points(model: ModelSpec, held: Footprint, at_ms: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
-    """The curve of one step in the order of time; what has no time of its own lies where the one before it does."""
+    """The curve of one step in time order. A moment without a recorded time takes the time of the one before."""
     assert model.pass_memory is not None
-    found: list[MemoryPoint] = []
+    points: list[MemoryPoint] = []
     now_ms = at_ms.get(Kind.FORWARD_PASS, 0.0)
     for moment in held_moments(model, held):
         if moment.what == FORWARD:
-            found.append(MemoryPoint(now_ms, moment.gradient_bytes, 0, ""))
+            points.append(MemoryPoint(now_ms, moment.gradient_bytes, 0, ""))
             for call in _innermost(model.pass_memory.modules):
                 now_ms = max(now_ms, at_ms.get(f"{Kind.FORWARD} {call.module}", now_ms))
-                found.append(MemoryPoint(now_ms, moment.gradient_bytes, call.peak_bytes, call.module))
+                points.append(MemoryPoint(now_ms, moment.gradient_bytes, call.peak_bytes, call.module))
             if not model.pass_memory.modules:
                 now_ms = max(now_ms, at_ms.get(FORWARD, now_ms))
-                found.append(MemoryPoint(now_ms, *moment[1:], FORWARD))
+                points.append(MemoryPoint(now_ms, *moment[1:], FORWARD))
             continue
         now_ms = max(now_ms, at_ms.get(moment.what, now_ms))
         what = f"gradient of {moment.what}" if moment.what in model.by_name else moment.what
-        found.append(MemoryPoint(now_ms, moment.gradient_bytes, moment.working_bytes, what))
-    every = -(-len(found) // MAX_POINTS)
-    groups = (found[at : at + every] for at in range(0, len(found), every))
+        points.append(MemoryPoint(now_ms, moment.gradient_bytes, moment.working_bytes, what))
+    every = -(-len(points) // MAX_POINTS)
+    groups = (points[at : at + every] for at in range(0, len(points), every))
     return tuple(
-        max(group, key=lambda one: one.gradient_bytes + one.working_bytes)._replace(ms=group[-1].ms)
+        max(group, key=lambda point: point.gradient_bytes + point.working_bytes)._replace(ms=group[-1].ms)
         for group in groups
     )
 
 
 def _innermost(calls: tuple[ModuleMemory, ...]) -> list[ModuleMemory]:
-    """The calls that no other lies inside of: the one that begins next has another module's name in front."""
+    """The calls without nested calls: the call that follows is not to a submodule."""
     return [
         call
         for call, after in zip_longest(calls, calls[1:])
@@ -134,7 +137,7 @@ def _innermost(calls: tuple[ModuleMemory, ...]) -> list[ModuleMemory]:
 
 
 def _mean_moments_ms(trace: Trace, times: Mapping[int, RankTime]) -> dict[str, float]:
-    """When a mean step of the first rank ends what is held for: forwards of modules, gradients and the update."""
+    """The mean times of the first rank's moments in ms: module forwards, gradients and the update."""
     rank = min(times)
     time = times[rank]
     moments: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What each module of the model takes of a step, in forward and in backward, and what it keeps between the two."""
+"""Measures each module's exclusive time in forward and backward, and the memory it keeps between them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headway.trace.format import Trace
 
 @dataclass(frozen=True, slots=True)
 class ModuleTimes:
-    """One module in a mean step of a rank, in ms, without the modules inside it and without waits.
+    """One module in a rank's mean step. Times are ms, without submodules and without waits.
 
-    ``calls`` are those of its forward. ``kept_bytes`` is what one forward keeps of it for backward; None where memory
-    was not watched.
+    ``calls`` counts its forward calls per step. ``kept_bytes`` is what one forward keeps for backward; None if memory
+    was not recorded.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ModuleTimes:
 
 
 def module_times(trace: Trace, times: Mapping[int, RankTime]) -> tuple[ModuleTimes, ...]:
-    """The modules that were timed, the slowest first; of a pipeline too, each is a mean over all ranks."""
+    """The recorded modules, slowest first, averaged over all ranks (also in a pipeline)."""
     forward_ns: Counter[str] = Counter()
     backward_ns: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -58,13 +58,13 @@ def module_times(trace: Trace, times: Mapping[int, RankTime]) -> tuple[ModuleTim
         for kind, sums in ((Kind.FORWARD, forward_ns), (Kind.BACKWARD, backward_ns)):
             rows = trace.events[rank].of_kind(kind)
             rows = rows.where(in_steps(time, rows.start_ns)[0])
-            names, first, counts = _numbered(rows)
-            total_ns = np.bincount(first, _own_ns(rows, time), minlength=len(names))
+            names, first, counts = _number_names(rows)
+            total_ns = np.bincount(first, _exclusive_ns(rows, time), minlength=len(names))
             sums.update(dict(zip(names, total_ns.tolist(), strict=True)))
             if kind == Kind.FORWARD:
                 calls.update(dict(zip(names, counts.tolist(), strict=True)))
     kept = _kept_bytes(trace)
-    found = [
+    modules = [
         ModuleTimes(
             name,
             forward_ns[name] / steps / NS_A_MS,
@@ -75,22 +75,22 @@ def module_times(trace: Trace, times: Mapping[int, RankTime]) -> tuple[ModuleTim
         for name in dict.fromkeys((*forward_ns, *backward_ns))
         if name
     ]
-    return tuple(sorted(found, key=lambda row: -row.ms))
+    return tuple(sorted(modules, key=lambda row: -row.ms))
 
 
-def _numbered(rows: Events) -> tuple[list[str], Ints, Ints]:
-    """The names of ``rows``, which of them each row has, and how many rows have each."""
+def _number_names(rows: Events) -> tuple[list[str], Ints, Ints]:
+    """The distinct names of ``rows``, each row's index among them, and the count of each."""
     numbers: dict[str, int] = {}
     of_row = np.array([numbers.setdefault(name, len(numbers)) for name in rows.name.tolist()], dtype=np.int64)
     return list(numbers), of_row, np.bincount(of_row, minlength=len(numbers))
 
 
-def _own_ns(rows: Events, time: RankTime) -> Ints:
-    """How long each span computes: without spans of ``rows`` that lie inside it, and without waits."""
+def _exclusive_ns(rows: Events, time: RankTime) -> Ints:
+    """The exclusive time of each span in ns: without nested spans of ``rows`` and without waits."""
     computing = rows.duration_ns - intervals.length_within(time.wait, rows.start_ns, rows.end_ns)
     if len(rows) < 2 or (rows.end_ns[:-1] <= rows.start_ns[1:]).all():
         return computing
-    own = computing.copy()
+    exclusive_ns = computing.copy()
     order = np.lexsort((-rows.duration_ns, rows.start_ns)).tolist()
     starts, ends = rows.start_ns.tolist(), rows.end_ns.tolist()
     outer: list[int] = []
@@ -98,9 +98,9 @@ def _own_ns(rows: Events, time: RankTime) -> Ints:
         while outer and ends[outer[-1]] <= starts[at]:
             outer.pop()
         if outer and ends[at] <= ends[outer[-1]]:
-            own[outer[-1]] -= computing[at]
+            exclusive_ns[outer[-1]] -= computing[at]
         outer.append(at)
-    return own
+    return exclusive_ns
 
 
 def _kept_bytes(trace: Trace) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Why ranks of a pipeline wait: for messages, for each other by the order itself, for a stage that has more to do.
+"""Explains why pipeline ranks wait: for messages, for the schedule (the bubble), or for a slower stage.
 
-A recorded step is held against one in which messages take no time, and against one in which all stages take the same
-time besides. Each difference is one cause.
+The recorded step is compared with a step whose messages take no time, and with one whose stages also take equal time.
+Each difference is the cost of one cause.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_GAIN = 0.02  # of a step
 def split_advice(
     trace: Trace, schedule: PipelineSchedule, lasts_ms: Mapping[Action, float], step_ms: float
 ) -> str:
-    """Which modules to move and what that would gain, if messages cost a step what they cost now; "" if not known."""
+    """Says which modules to move between stages and the gain, with messages costing the same as now; "" if unknown."""
     replicas = trace.world_size // max(1, len(trace.stages)) if trace.stages_a_rank == 1 else 1
     if not trace.stages or why_not_split(trace.stages, stages_a_rank=trace.stages_a_rank, replicas=replicas):
         return ""
@@ -40,21 +40,26 @@ def split_advice(
     if len(sizes) != len(trace.stages) - 1:
         return ""
     links = StageLinks(trace.stages, tuple(sizes))
-    found = links.splits(schedule.micro_batches, lambda stage, size: ns_a_byte[stage] * size)
+    splits = links.splits(schedule.micro_batches, lambda stage, size: ns_a_byte[stage] * size)
     now_ms = _split_ms(schedule, lasts_ms)
     best = min(
-        ((_split_ms(schedule, _with(links, each.ends, lasts_ms)), each.ends) for each in found),
+        (
+            (_split_ms(schedule, _with_moved_modules(links, split.ends, lasts_ms)), split.ends)
+            for split in splits
+        ),
         default=(now_ms, links.ends),
     )
     gain = (now_ms - best[0]) / step_ms
     if gain < LEAST_GAIN:
         return ""
     return (
-        f"moving {links.moves(best[1])} would make a step {gain:.0%} faster, if messages cost as much as now"
+        f"moving {links.moves(best[1])} would make a step {gain:.0%} faster, if messages cost the same as now"
     )
 
 
-def _with(links: StageLinks, ends: tuple[int, ...], lasts_ms: Mapping[Action, float]) -> dict[Action, float]:
+def _with_moved_modules(
+    links: StageLinks, ends: tuple[int, ...], lasts_ms: Mapping[Action, float]
+) -> dict[Action, float]:
     def took(action: Action) -> float:
         of_stages = [lasts_ms.get(action._replace(stage=stage), 0.0) for stage in range(len(ends))]
         return links.pass_of(ends, action.stage, _PARTS[action.kind], of_stages.__getitem__)
@@ -68,7 +73,7 @@ def _split_ms(schedule: PipelineSchedule, lasts_ms: Mapping[Action, float]) -> f
 
 
 def _stage_messages(trace: Trace) -> tuple[list[int], dict[int, float]]:
-    """The usual bytes of what each stage but the last hands on, and what a byte of it takes there or back."""
+    """The median size of each stage boundary's messages in bytes, and the median ns per byte at each boundary."""
     stage_of = {rank: stage for stage, ranks in trace.ranks_of_stages.items() for rank in ranks}
     sizes: dict[int, list[int]] = defaultdict(list)
     took_ns: dict[int, list[float]] = defaultdict(list)
@@ -78,83 +83,85 @@ def _stage_messages(trace: Trace) -> tuple[list[int], dict[int, float]]:
         took_ns[boundary].append(
             (message.received.end_ns - message.begin_ns) / max(1, message.sent.size_bytes)
         )
-    return [round(median(sizes[siz])) for siz in sorted(sizes)], {
-        boundary: max(0.0, median(each)) for boundary, each in took_ns.items()
+    return [round(median(sizes[boundary])) for boundary in sorted(sizes)], {
+        boundary: max(0.0, median(samples)) for boundary, samples in took_ns.items()
     }
 
 
 EXPLAINED = ("communication", "straggler", "imbalance")
-"""Causes of jobs whose ranks do the same at the same time: of a pipeline they say nothing."""
-LONGER = 1.05  # times what others compute: a stage that is slower than they are
+"""Causes that assume all ranks do the same work at the same time; they mean nothing in a pipeline."""
+LONGER = 1.05  # times the others' computation: the rank is slower, not just later in the pipeline
 _PASSES = {Kind.FORWARD_PASS: Pass.FORWARD, Kind.BACKWARD_PASS: Pass.BACKWARD}
 
 
 def pipeline_findings(trace: Trace, steps: tuple[int, ...], step_ms: float) -> list[Finding]:
-    """What of a step of ``step_ms`` ranks wait for messages, by the order itself, and for the slowest stage."""
+    """Findings on messages, the bubble and uneven stages of a step of ``step_ms``; empty without recorded passes."""
     ranks = [_passes_ms(trace, rank, steps) for rank in sorted(trace.events)]
     try:
         schedule = PipelineSchedule(
-            tuple(tuple(own) for own in ranks),
-            1 + max((action.micro_batch for own in ranks for action in own), default=-1),
+            tuple(tuple(passes) for passes in ranks),
+            1 + max((action.micro_batch for passes in ranks for action in passes), default=-1),
         )
-    except ValueError:  # a backward in parts, or passes that were not seen
+    except ValueError:  # a split backward, or passes that were not recorded
         return []
-    lasts_ms = {action: took_ms for own in ranks for action, took_ms in own.items()}
+    lasts_ms = {action: took_ms for passes in ranks for action, took_ms in passes.items()}
     stages = range(schedule.stages)
     typical = {
-        kind: mean(median(_of(lasts_ms, kind, stage)) for stage in stages)
+        kind: mean(median(_lengths_ms(lasts_ms, kind, stage)) for stage in stages)
         for kind in (Pass.FORWARD, Pass.BACKWARD)
     }
     recorded_ms = _total_ms(schedule, lambda action: lasts_ms[action])
     even_ms = _total_ms(schedule, lambda action: typical[action.kind])
     busy_ms = sum(lasts_ms.values()) / len(ranks)
-    found = [
+    findings = [
         _messages(trace, steps, step_ms, max(0.0, step_ms - recorded_ms)),
         _bubble(schedule, step_ms, max(0.0, min(recorded_ms, even_ms) - busy_ms)),
     ]
     if recorded_ms > even_ms:
-        per_stage = [sum(median(_of(lasts_ms, kind, stage)) for kind in typical) for stage in stages]
+        per_stage = [sum(median(_lengths_ms(lasts_ms, kind, stage)) for kind in typical) for stage in stages]
         advice = split_advice(trace, schedule, lasts_ms, step_ms) or "move layers to other stages"
-        found.append(_uneven(schedule, per_stage, step_ms, recorded_ms - even_ms, advice))
-    return found
+        findings.append(_uneven(schedule, per_stage, step_ms, recorded_ms - even_ms, advice))
+    return findings
 
 
 def waits_for_messages(times: dict[int, RankTime], rows: Communications) -> bool:
-    """Whether ranks wait for messages above all, as they do in a pipeline."""
+    """Whether ranks wait mainly for messages, as in a pipeline."""
     waited_ns = messages_ns = 0
     for rank, time in times.items():
-        own = rows.where((rows.rank == rank) & np.isin(rows.kind.astype(str), (Kind.SEND, Kind.RECEIVE)))
+        messages = rows.where((rows.rank == rank) & np.isin(rows.kind.astype(str), (Kind.SEND, Kind.RECEIVE)))
         waits = intervals.join(time.exposed, time.straggling)
         waits = intervals.intersect(waits, intervals.union(time.step_start_ns, time.step_end_ns))
         waited_ns += intervals.length_ns(waits)
-        spans = intervals.union(own.enqueue_ns, own.end_ns)
+        spans = intervals.union(messages.enqueue_ns, messages.end_ns)
         messages_ns += intervals.length_ns(intervals.intersect(waits, spans))
     return 2 * messages_ns > waited_ns
 
 
-def of_messages(
-    found: list[Finding], times: dict[int, RankTime], stragglers: Sequence[Straggler], step_ms: float
+def with_bubble_finding(
+    findings: list[Finding], times: dict[int, RankTime], stragglers: Sequence[Straggler], step_ms: float
 ) -> list[Finding]:
-    """``found`` of a job whose ranks wait for messages above all, and whose stages the recording does not tell.
+    """Replaces stragglers by a pipeline bubble, for jobs that wait mainly for messages and do not record stages.
 
-    There each rank waits for the one before it by the order itself: a straggler is only who also computes longer.
+    In a pipeline each rank waits for the previous stage, so only a rank that also computes longer is a straggler.
     """
     worst = stragglers[0] if stragglers else None
     if worst is not None and worst.cause != UNKNOWN and worst.own_ms > LONGER * worst.others_ms:
-        return found
+        return findings
     steps = sum(len(time.step_start_ns) for time in times.values())
     late_ns = sum(int(time.per_step(time.straggling).sum()) for time in times.values())
     cost_ms = late_ns / steps / NS_A_MS
     sentence = (
-        f"Ranks wait for messages of other stages before these are sent, {of_each_step(cost_ms, step_ms)} on average, "
-        "as stages of a pipeline do by its order; split batches into more micro-batches, or give stages equal work."
+        f"The pipeline's bubble costs {of_each_step(cost_ms, step_ms)} on average: ranks wait for messages that other "
+        "stages have not sent yet; split batches into more micro-batches, or give stages equal work."
     )
     bubble = Finding("pipeline bubble", cost_ms, sentence, stands_out=cost_ms >= STANDS_OUT * step_ms)
-    return [one for one in found if one.cause not in ("straggler", "moving_imbalance")] + [bubble]
+    return [finding for finding in findings if finding.cause not in ("straggler", "moving_imbalance")] + [
+        bubble
+    ]
 
 
 def _passes_ms(trace: Trace, rank: int, steps: tuple[int, ...]) -> dict[Action, float]:
-    """How long each pass of a rank takes in the median step, in the order of the first step."""
+    """The median duration of each pass of a rank in ms, in the order of the first step."""
     seen: dict[Action, list[float]] = defaultdict(list)
     rows = trace.events[rank].of_kind(*_PASSES)
     for row in sorted(rows, key=lambda row: (row.step, row.start_ns)):
@@ -164,7 +171,7 @@ def _passes_ms(trace: Trace, rank: int, steps: tuple[int, ...]) -> dict[Action, 
     return {action: median(times) for action, times in seen.items()}
 
 
-def _of(lasts_ms: dict[Action, float], kind: Pass, stage: int) -> list[float]:
+def _lengths_ms(lasts_ms: dict[Action, float], kind: Pass, stage: int) -> list[float]:
     return [took for action, took in lasts_ms.items() if action.kind is kind and action.stage == stage]
 
 
@@ -179,13 +186,13 @@ def _messages(trace: Trace, steps: tuple[int, ...], step_ms: float, cost_ms: flo
             took_ns = message.received.end_ns - message.begin_ns
             took_ms[message.sender, message.receiver].append(took_ns / NS_A_MS)
     slowest = max(took_ms, key=lambda pair: median(took_ms[pair]), default=(0, 0))
-    each_ms = median(took_ms.get(slowest, [0.0]))
+    slowest_ms = median(took_ms.get(slowest, [0.0]))
     return Finding(
         "pipeline messages",
         cost_ms,
-        f"Messages between stages cost {of_each_step(cost_ms, step_ms)}: ranks have nothing else left to compute while "
-        f"they travel, {milliseconds(each_ms)} from rank {slowest[0]} to rank {slowest[1]}, the slowest; compute other "
-        "micro-batches meanwhile, in an order with groups (headway optimize).",
+        f"Messages between stages cost {of_each_step(cost_ms, step_ms)}: ranks have nothing to compute while they are "
+        f"in flight (the slowest: {milliseconds(slowest_ms)} from rank {slowest[0]} to rank {slowest[1]}); compute "
+        "other micro-batches meanwhile, with a schedule in groups (headway optimize).",
         stands_out=cost_ms > STANDS_OUT * step_ms,
     )
 
@@ -194,7 +201,7 @@ def _bubble(schedule: PipelineSchedule, step_ms: float, cost_ms: float) -> Findi
     return Finding(
         "pipeline bubble",
         cost_ms,
-        f"The pipeline's bubble costs {of_each_step(cost_ms, step_ms)}: with {schedule.parts} ranks wait for each "
+        f"The pipeline's bubble costs {of_each_step(cost_ms, step_ms)}: with {schedule.parts}, ranks wait for each "
         "other even if messages take no time; split batches into more micro-batches.",
         stands_out=cost_ms > STANDS_OUT * step_ms,
     )
@@ -208,8 +215,8 @@ def _uneven(
     return Finding(
         "uneven stages",
         cost_ms,
-        f"Stage {worst}, on rank {rank}, takes {milliseconds(per_stage_ms[worst])} for a micro-batch, all together "
-        f"{milliseconds(mean(per_stage_ms))} on average, which costs {of_each_step(cost_ms, step_ms)}; {advice}.",
+        f"Stages are uneven: stage {worst} (rank {rank}) takes {milliseconds(per_stage_ms[worst])} per micro-batch, the "
+        f"mean stage {milliseconds(mean(per_stage_ms))}; this costs {of_each_step(cost_ms, step_ms)}; {advice}.",
         (rank,),
         stands_out=cost_ms > STANDS_OUT * step_ms,
     )

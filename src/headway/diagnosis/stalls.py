@@ -1,4 +1,4 @@
-"""Stalls: single steps that take far longer than the others on some rank, as for checkpoints and collections."""
+"""Finds stalls: single steps that take far longer on some rank, such as for checkpoints or garbage collection."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ _ADVICE = {
     "garbage collection": "collect at chosen moments (gc.freeze, gc.disable, gc.collect every so many steps)",
     "torch.save": "save checkpoints asynchronously, or less often",
 }
-OTHER_ADVICE = "look at what happens there, such as checkpoints, evaluation, logging and garbage collection"
+OTHER_ADVICE = "check what happens there, such as checkpoints, evaluation, logging and garbage collection"
 
 
 class Pause(NamedTuple):
-    """How long pauses of one name take outside of the passes and the optimizer, averaged over steps and ranks."""
+    """The time of pauses with one name outside training, averaged over steps and ranks."""
 
     name: str
     mean_ms: float
 
 
 def pause_advice(name: str) -> str:
-    """What to do about pauses of this name."""
+    """Advice on pauses with this name."""
     return _ADVICE.get(name, OTHER_ADVICE)
 
 
 def longest_pause(times: dict[int, RankTime], events: dict[int, Events]) -> Pause | None:
-    """The pauses that take most of what counts as rest, where there are any."""
+    """The kind of pause that takes most of the rest; None without pauses."""
     took_ns: dict[str, int] = {}
     for rank, time in times.items():
         pauses = events[rank].of_kind(Kind.PAUSE)
         training = intervals.join(time.wait, time.optimizer, time.input, time.backward, time.forward)
         for name in dict.fromkeys(pauses.name.tolist()):
-            own = pauses.where(pauses.name == name)
-            spans = intervals.subtract(intervals.union(own.start_ns, own.end_ns), training)
+            named = pauses.where(pauses.name == name)
+            spans = intervals.subtract(intervals.union(named.start_ns, named.end_ns), training)
             took_ns[name] = took_ns.get(name, 0) + int(time.per_step(spans).sum())
     if not took_ns:
         return None
     steps = sum(len(time.step_start_ns) for time in times.values())
-    name = max(took_ns, key=lambda one: took_ns[one])
+    name = max(took_ns, key=lambda label: took_ns[label])
     return Pause(name, took_ns[name] / steps / 1e6)
 
 
 STANDS_OUT = 0.03  # of all steps' time
-IRREGULAR_STANDS_OUT = 0.04  # the same where nothing says what it was: machines have hiccups
-LEAST_SHARE = 0.15  # of a typical step: how much longer a stalled one takes
-MOST_OFTEN = 0.35  # of the steps: what happens in more of them is no stall
-SPREADS = 6.0  # median deviations above the median
-SLIGHT = 0.25  # of the median stall: shorter ones are a machine's hiccups between them
+IRREGULAR_STANDS_OUT = 0.04  # the same for stalls of unknown cause: machines have hiccups
+LEAST_SHARE = 0.15  # of a typical step: stalled steps take at least this much longer
+MOST_OFTEN = 0.35  # of the steps: more frequent events are not stalls
+SPREADS = 6.0  # median absolute deviations above the median
+SLIGHT = 0.25  # of the median stall: shorter ones are hiccups of the machine
 _PARTS = ("forward", "backward", "input", "optimizer", REST)
-_INPUT_ADVICE = "look at what refills that rank's data loader"
+_INPUT_ADVICE = "check what refills that rank's data loader"
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """What ranks did longer than usual in some steps.
+    """Steps that took longer than usual on some ranks.
 
-    ``excess_ms`` is by how much longer those steps took. ``every`` is by how many steps they follow one another, 0
-    where irregular. ``disturbed`` are they and the steps after them, by their places in the recording.
+    ``excess_ms`` is how much longer a stalled step takes. ``every`` is their period in steps, 0 if irregular. ``where``
+    is a pause's name or a part of the step. ``disturbed`` are the indices of stalled steps and of the steps after them.
     """
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
     every: int
     excess_ms: float
-    cost_ms: float  # a step, over all recorded steps
+    cost_ms: float  # per step, averaged over all recorded steps
     where: str
     disturbed: frozenset[int]
 
@@ -79,14 +79,14 @@ class Stalls:
 def find_stalls(
     times: dict[int, RankTime], events: dict[int, Events], steps: tuple[int, ...]
 ) -> Stalls | None:
-    """The stalls of all ranks as one, where there are any. At least eight steps are needed to know what is usual."""
+    """The stalls of all ranks combined; None without stalls, or with fewer than eight steps to compare."""
     if len(steps) < 8:
         return None
     ranks = sorted(times)
-    own = np.stack([times[rank].own_ms for rank in ranks])  # (ranks, steps): without waits
-    usual = np.median(own, axis=1, keepdims=True)
-    deviation = np.median(np.abs(own - usual), axis=1, keepdims=True)
-    excess = own - usual
+    busy_ms = np.stack([times[rank].busy_ms for rank in ranks])  # (ranks, steps): without waits
+    usual = np.median(busy_ms, axis=1, keepdims=True)
+    deviation = np.median(np.abs(busy_ms - usual), axis=1, keepdims=True)
+    excess = busy_ms - usual
     stalled = (excess > LEAST_SHARE * usual) & (excess > SPREADS * deviation)
     stalled &= stalled.mean(axis=1, keepdims=True) <= MOST_OFTEN
     hit = np.flatnonzero(stalled.any(axis=0))
@@ -113,10 +113,10 @@ def find_stalls(
 
 
 def _grown_ms(times: dict[int, RankTime], disturbed: npt.NDArray[np.intp]) -> float:
-    """By how much longer these steps took than the others, on the rank where that is most.
+    """How much longer the disturbed steps took than the others, in ms, on the rank with the largest difference.
 
-    A stall costs nothing while others are waited for, and one behind a step's last collective makes the others'
-    next step longer.
+    A stall costs nothing while the rank waits for others anyway. A stall after a step's last collective delays the
+    others in their next step.
     """
     grown = [0.0]
     for time in times.values():
@@ -128,7 +128,7 @@ def _grown_ms(times: dict[int, RankTime], disturbed: npt.NDArray[np.intp]) -> fl
 
 
 def stall_finding(stalls: Stalls, step_ms: float, world_size: int) -> Finding:
-    """Stalls in words."""
+    """Reports stalls."""
     several = len(stalls.ranks) > 1
     everywhere = len(stalls.ranks) == world_size > 1
     if stalls.every:
@@ -145,8 +145,8 @@ def stall_finding(stalls: Stalls, step_ms: float, world_size: int) -> Finding:
         f"{_in_words(stalls.where, 'its' if everywhere or not several else 'their')}{waits}: "
         f"{of_each_step(stalls.cost_ms, step_ms)} on average; {advice}."
     )
-    known = stalls.every > 0 or stalls.where not in _PARTS
-    least_ms = (STANDS_OUT if known else IRREGULAR_STANDS_OUT) * step_ms
+    is_explained = stalls.every > 0 or stalls.where not in _PARTS
+    least_ms = (STANDS_OUT if is_explained else IRREGULAR_STANDS_OUT) * step_ms
     return Finding("stalls", stalls.cost_ms, sentence, stalls.ranks, stalls.cost_ms >= least_ms)
 
 
@@ -162,7 +162,7 @@ def _ordinal(number: int) -> str:
 
 
 def _period(numbers: tuple[int, ...], steps: tuple[int, ...]) -> int:
-    """By how many steps stalls follow each other, where that is regular from the first of ``steps`` to the last."""
+    """The period of the stalls in steps; 0 unless they are regular from the first to the last of ``steps``."""
     gaps = np.diff(numbers)
     regular = len(gaps) >= 2 and (gaps == gaps[0]).all()
     if not regular or numbers[0] - gaps[0] >= steps[0] or numbers[-1] + gaps[0] <= steps[-1]:
@@ -171,15 +171,15 @@ def _period(numbers: tuple[int, ...], steps: tuple[int, ...]) -> int:
 
 
 def _where(time: RankTime, events: Events, stalled: npt.NDArray[np.bool_], excess_ms: float) -> str:
-    """The pause, or else the part of the step, that grew most in the stalled steps."""
+    """The pause that explains most of the excess, or else the part of the step that grew most."""
 
     def grown_ms(spent_ns: npt.NDArray[np.int64]) -> float:
         return float((spent_ns[stalled] - np.median(spent_ns)).sum()) / NS_A_MS
 
     pauses = events.of_kind(Kind.PAUSE)
     for name in dict.fromkeys(pauses.name.tolist()):
-        own = pauses.where(pauses.name == name)
-        if grown_ms(time.per_step(intervals.union(own.start_ns, own.end_ns))) > 0.5 * excess_ms:
+        named = pauses.where(pauses.name == name)
+        if grown_ms(time.per_step(intervals.union(named.start_ns, named.end_ns))) > 0.5 * excess_ms:
             return str(name)
     parts = [
         time.per_step(spans) for spans in (time.forward, time.backward, time.input, time.optimizer, time.wait)

@@ -1,8 +1,7 @@
-"""Checks for the tests of a package that brings a strategy, a pass, a codec or a reader.
+"""Checks the contracts of plug-ins: call them in the tests of a package that adds a strategy, pass, codec or reader.
 
-Headway's own tests use them too. Each raises AssertionError with a sentence that says what is wrong. The package has to
-be installed, so that its entry points are found (``pip install --editable .``). Only ``check_training`` starts
-processes.
+Each check raises AssertionError with a sentence on what is wrong. Install the package first, so that its entry points
+are found (``pip install --editable .``). Only ``check_training`` starts processes.
 """
 
 from __future__ import annotations
@@ -65,15 +64,15 @@ __all__ = [
 ]
 
 SHAPES: tuple[Shape, ...] = ((40, 30), (7,), (16, 3, 3, 3), (), (5, 0))
-"""Of the parameters of a bucket that codecs are tried on: matrices, a vector, a scalar, and one without elements."""
+"""Parameter shapes of the bucket on which codecs are tested: matrices, a vector, a scalar, and an empty matrix."""
 
 STEPS = 6
 RANK_TIMEOUT_S = 300.0
 
 
 @contextmanager
-def _said(who: str) -> Iterator[None]:
-    """Raise AssertionError for what a plug-in raises in here, but for its refusals."""
+def _plugin_faults(who: str) -> Iterator[None]:
+    """Turns exceptions of a plug-in into AssertionErrors, except its refusals (HeadwayError)."""
     try:
         yield
     except PluginFaultError as fault:
@@ -93,7 +92,10 @@ def _check(holds: bool, message: str) -> None:
 
 
 def example_job(world_size: int = 4, layers: int = 6, gbps: float = 1.0) -> Job:
-    """A job of equal layers of a weight and a bias each, which ``world_size`` hosts of one rank each train."""
+    """A recorded job: equal layers with a weight and a bias each, trained on ``world_size`` hosts with one rank each.
+
+    ``gbps`` is the bandwidth of each host in both directions.
+    """
     parameters, forward, backward, ready = [], [], [], []
     for number in range(layers):
         name = f"layer{number}"
@@ -103,9 +105,9 @@ def example_job(world_size: int = 4, layers: int = 6, gbps: float = 1.0) -> Job:
         ]
         forward += [Item(Point.USE, name), Item(Part.FORWARD, "", 1_000_000)]
     for number in reversed(range(layers)):
-        own = [f"layer{number}.bias", f"layer{number}.weight"]
-        backward += [Item(Part.BACKWARD, "", 2_000_000), *(Item(Point.READY, name) for name in own)]
-        ready += own
+        layer_names = [f"layer{number}.bias", f"layer{number}.weight"]
+        backward += [Item(Part.BACKWARD, "", 2_000_000), *(Item(Point.READY, name) for name in layer_names)]
+        ready += layer_names
     items = (
         *forward,
         *backward,
@@ -121,41 +123,46 @@ def example_job(world_size: int = 4, layers: int = 6, gbps: float = 1.0) -> Job:
 
 
 def check_strategy(strategy: Strategy, job: Job | None = None) -> None:
-    """``strategy``, of an installed package, decides purely, is replayed, and comes back from a plan file the same.
+    """Checks that ``strategy`` decides deterministically, can be simulated, and survives a round trip to a plan file.
 
-    A schedule of buckets has every gradient once. No proposed plan is replayed in less than the bound that it comes
-    with, and what changes the training needs a permission that there is.
+    Also checked: its bucket schedule holds every gradient once, no proposed plan is faster than its stated bound, and
+    a strategy that changes the training needs a declared permission. The package must be installed. ``job`` defaults
+    to ``example_job()``. Raises AssertionError.
     """
     job = example_job() if job is None else job
     who = strategy.describe()
-    _check(bool(who), "describe() says nothing")
-    _check(strategy.name in names(), f"{strategy.name} is not registered: install the package that brings it")
+    _check(bool(who), "describe() returns an empty text")
+    _check(strategy.name in names(), f"{strategy.name} is not registered: install its package")
     plugin = plugin_of(strategy)
-    _check(isinstance(strategy, plugin.policy), f"{strategy.name} is the name of another strategy")
-    with _said(who):
+    _check(isinstance(strategy, plugin.policy), f"{strategy.name} is registered for another class")
+    with _plugin_faults(who):
         schedule = decided(strategy, job)
     again = type(strategy).model_validate(strategy.model_dump(mode="json"))
-    _check(again == strategy, f"{who}: its options do not come back from their JSON")
-    _check(again.decide(job) == schedule, f"{who}: decide is not pure, it decides otherwise the second time")
-    _check(_through_a_file(strategy, job) == strategy, f"{who} does not come back from a plan file")
+    _check(again == strategy, f"{who}: options change in a round trip to JSON")
+    _check(
+        again.decide(job) == schedule, f"{who}: decide() is not pure: a second call returns another result"
+    )
+    _check(_through_a_file(strategy, job) == strategy, f"{who} changes in a round trip to a plan file")
     _check_permissions(strategy.changes_training, strategy.permissions, who)
     if isinstance(schedule, BucketSchedule):
         held = sorted(name for bucket in schedule.buckets for name in bucket.parameters)
-        _check(held == sorted(job.model.by_name), f"{who}: buckets do not hold every gradient once")
-    with _said(who):
+        _check(held == sorted(job.model.by_name), f"{who}: the buckets must hold every gradient exactly once")
+    with _plugin_faults(who):
         footprint = plugin.footprint(job, schedule, 0)
-        made = proposal_of(plugin, job)
-    _check(footprint.buffers_bytes >= 0 and footprint.state_bytes >= 0, f"{who} holds less than nothing")
-    _check(0 <= footprint.updated_share <= 1, f"{who}: updated_share is a share")
+        proposal = proposal_of(plugin, job)
+    _check(
+        footprint.buffers_bytes >= 0 and footprint.state_bytes >= 0, f"{who}: footprint() has negative bytes"
+    )
+    _check(0 <= footprint.updated_share <= 1, f"{who}: updated_share must be between 0 and 1")
     step_ms = _replayed_ms(strategy, job)
     _check(math.isfinite(step_ms) and step_ms > 0, f"{who}: a step takes {step_ms} ms")
-    _check(_replayed_ms(strategy, job) == step_ms, f"{who}: a second replay takes another time")
-    for proposed in made.strategies:
-        if math.isfinite(made.bound_ms) and not proposed.changes_training:
+    _check(_replayed_ms(strategy, job) == step_ms, f"{who}: a second simulation gives another step time")
+    for proposed in proposal.strategies:
+        if math.isfinite(proposal.bound_ms) and not proposed.changes_training:
             replayed_ms = _replayed_ms(proposed, job)
             _check(
-                replayed_ms >= made.bound_ms * (1 - 1e-6),
-                f"{proposed.describe()} takes {replayed_ms:.3f} ms, less than its bound of {made.bound_ms:.3f} ms",
+                replayed_ms >= proposal.bound_ms * (1 - 1e-6),
+                f"{proposed.describe()} takes {replayed_ms:.3f} ms, less than its bound of {proposal.bound_ms:.3f} ms",
             )
 
 
@@ -176,10 +183,10 @@ def _through_a_file(strategy: Strategy, job: Job, *applied: Pass) -> Strategy | 
 def _check_permissions(changes_training: str, needed: frozenset[str], who: str) -> None:
     _check(
         bool(changes_training) == bool(needed),
-        f"{who}: what changes the training needs a permission, and nothing else does",
+        f"{who}: exactly the plug-ins that change the training need a permission",
     )
     unknown = sorted(needed - set(permissions()))
-    _check(not unknown, f"{who}: nothing declares the permission {', '.join(unknown)}")
+    _check(not unknown, f"{who}: permission not declared: {', '.join(unknown)}")
 
 
 # Training.
@@ -187,16 +194,17 @@ def _check_permissions(changes_training: str, needed: frozenset[str], who: str) 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank ends with: its parameters behind each other, and a digest of their bits."""
+    """A rank's final state: its parameters as one flat tuple, and a digest of their bits."""
 
     parameters: tuple[float, ...]
     digest: str
 
 
 def train(rank: int, world_size: int, name: str, options: Mapping[str, Any], *, injected: bool) -> Trained:
-    """Train a small model for some steps on this rank, whose process group is there, under a strategy.
+    """Trains a small model for a few steps on this rank under the strategy ``name``. Needs a process group.
 
-    With ``injected`` the model is wrapped in ``DistributedDataParallel`` as a script does that knows no plan.
+    ``injected`` wraps the model in ``DistributedDataParallel``, as an unmodified script does; otherwise it is passed to
+    ``parallelize``.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -237,12 +245,12 @@ def check_training(
     reference: Callable[[int], Sequence[float]] | None = None,
     run: Callable[[int, str, dict[str, Any], bool], Sequence[Trained]] | None = None,
 ) -> None:
-    """``world_size`` ranks train a small model under ``strategy``, by ``parallelize`` and in an unmodified script.
+    """Trains a small model on ``world_size`` ranks under ``strategy``, with ``parallelize`` and as an unmodified script.
 
-    Both give the parameters of one process that trains on all batches, within ``tolerance``; or those that
-    ``reference`` gives for a number of ranks, where the strategy changes what is trained. All ranks end with the same
-    bits, unless ``ranks_equal`` is False. Ranks are processes of this machine, over Gloo; ``run`` starts them in
-    another way: it gets the number of ranks and what ``train`` gets, and returns what that returns on each rank.
+    Checks that the parameters are within ``tolerance`` of one process that trains on all batches, or of
+    ``reference(world_size)`` for strategies that change the training, and that all ranks end with the same bits (unless
+    ``ranks_equal`` is False). Ranks are local processes over Gloo. ``run(world_size, name, options, injected)`` replaces
+    this launcher; it calls ``train`` on each rank and returns the results. Raises AssertionError.
     """
     options = strategy.model_dump(mode="json")
     expected = None
@@ -253,15 +261,15 @@ def check_training(
         ranks = (run or _in_processes)(world_size, strategy.name, options, injected)
         _check(all(map(math.isfinite, ranks[0].parameters)), f"{who}: parameters are not finite")
         if ranks_equal:
-            _check(len({one.digest for one in ranks}) == 1, f"{who}: ranks end with different bits")
-        for rank, one in enumerate(ranks if expected is not None else ()):
+            _check(len({trained.digest for trained in ranks}) == 1, f"{who}: ranks end with different bits")
+        for rank, trained in enumerate(ranks if expected is not None else ()):
             assert expected is not None
-            worst = max(abs(a - b) for a, b in zip(one.parameters, expected, strict=True))
-            _check(worst <= tolerance, f"{who}: rank {rank} is off the reference by {worst:.3g}")
+            worst = max(abs(a - b) for a, b in zip(trained.parameters, expected, strict=True))
+            _check(worst <= tolerance, f"{who}: rank {rank} differs from the reference by {worst:.3g}")
 
 
 def _alone(world_size: int) -> Sequence[float]:
-    """The parameters of one process that trains on the batches of all ranks."""
+    """The reference: the parameters of one process that trains on the batches of all ranks."""
     module = _model()
     optimizer = _optimizer(module)
     for step in range(STEPS):
@@ -302,9 +310,16 @@ def _trained(module: torch.nn.Module) -> Trained:
 
 
 def _in_processes(world_size: int, name: str, options: dict[str, Any], injected: bool) -> list[Trained]:
-    said = json.dumps([name, options, injected])
+    arguments = json.dumps([name, options, injected])
     with tempfile.TemporaryDirectory() as folder, plugin_variables(name, options) as variables:
-        command = [sys.executable, "-P", "-c", "from headway.ext.testing import _rank; _rank()", folder, said]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            "from headway.ext.testing import _rank; _rank()",
+            folder,
+            arguments,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "WORLD_SIZE": str(world_size)}
         ranks = [
             subprocess.Popen(
@@ -315,14 +330,14 @@ def _in_processes(world_size: int, name: str, options: dict[str, Any], injected:
         try:
             outputs = [rank.communicate(timeout=RANK_TIMEOUT_S)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"ranks under {name} do not end within {RANK_TIMEOUT_S:g} s") from None
+            raise AssertionError(f"ranks under {name} did not finish within {RANK_TIMEOUT_S:g} s") from None
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
         for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
             _check(
-                rank.returncode == 0, f"rank {number} under {name} ended:\n{output.decode(errors='replace')}"
+                rank.returncode == 0, f"rank {number} under {name} failed:\n{output.decode(errors='replace')}"
             )
         return [
             Trained(*json.loads((Path(folder) / f"{number}").read_text())) for number in range(world_size)
@@ -330,7 +345,7 @@ def _in_processes(world_size: int, name: str, options: dict[str, Any], injected:
 
 
 def plugin_variables(name: str, options: Mapping[str, Any]) -> Any:
-    """What a launcher keeps for a strategy while its ranks run: a context that gives variables."""
+    """The launcher's context for a strategy: a context manager that gives environment variables for its ranks."""
     from headway.strategies.registry import plugin_named, policy_named
 
     return plugin_named(name).launched_with(policy_named(name).model_validate(dict(options)))
@@ -340,8 +355,8 @@ def _rank() -> None:
     """The process of one rank of ``check_training``."""
     import torch.distributed as dist
 
-    folder, said = sys.argv[1:]
-    name, options, injected = json.loads(said)
+    folder, arguments = sys.argv[1:]
+    name, options, injected = json.loads(arguments)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     done = train(rank, world_size, name, options, injected=injected)
@@ -360,11 +375,12 @@ def check_pass(
     same_numbers: bool = True,
     module: Callable[[], torch.nn.Module] | None = None,
 ) -> None:
-    """``changed``, of an installed package, rewrites purely, comes back from a plan file, and trains as without it.
+    """Checks that the pass ``changed`` rewrites deterministically, survives a plan file, and trains the same numbers.
 
-    A pass that refuses ``job`` (UnsupportedError), as one that was not measured does, is not replayed. Without
-    ``same_numbers``, or where it changes the training, the live model only has to train. ``module`` makes that model,
-    the same at each call, from 12 inputs to any output: for passes that need certain modules.
+    A pass that refuses ``job`` with UnsupportedError (for example because it was not measured) is not simulated. With
+    ``same_numbers=False``, or if the pass changes the training, only finite parameters are checked. ``module`` builds
+    the model, from 12 inputs to any output and equal at each call, for passes that need certain modules. The package
+    must be installed. Raises AssertionError.
     """
     job = example_job() if job is None else job
     who = changed.describe()
@@ -372,28 +388,28 @@ def check_pass(
     _check(
         passes().get(changed.name) is type(changed), f"{changed.name} is not registered: install its package"
     )
-    kept = _through_a_file(DistributedDataParallelStrategy(), job, changed)
-    _check(kept == (changed,), f"{who} does not come back from a plan file")
+    loaded = _through_a_file(DistributedDataParallelStrategy(), job, changed)
+    _check(loaded == (changed,), f"{who} changes in a round trip to a plan file")
     _check_permissions(changed.changes_training, frozenset((changed.permission,)) - {""}, who)
     ddp = DistributedDataParallelStrategy()
     try:
-        with _said(who):
+        with _plugin_faults(who):
             once, twice = rewritten(job, (changed,)), rewritten(job, (changed,))
     except UnsupportedError:
         pass
     else:
-        _check(once.world_size == job.world_size, f"{who}: rewrite() gives a job of other ranks")
+        _check(once.world_size == job.world_size, f"{who}: rewrite() changes the number of ranks")
         _check(simulate(once, ddp).step_ms == simulate(twice, ddp).step_ms, f"{who}: rewrite() is not pure")
     for proposed in type(changed).proposed(job):
         _check(isinstance(proposed, type(changed)), f"{who}: proposed() gives {proposed!r}")
-    with _said(who):
+    with _plugin_faults(who):
         plain, under = (
-            _pass_trained(each, _model() if module is None else module()) for each in (None, changed)
+            _pass_trained(applied, _model() if module is None else module()) for applied in (None, changed)
         )
     _check(all(map(math.isfinite, under)), f"{who}: parameters are not finite")
     if same_numbers and not changed.changes_training:
         worst = max(abs(a - b) for a, b in zip(plain, under, strict=True))
-        _check(worst <= 1e-5, f"{who}: parameters are off those without it by {worst:.3g}")
+        _check(worst <= 1e-5, f"{who}: parameters differ from training without it by {worst:.3g}")
 
 
 def _pass_trained(changed: Pass | None, module: torch.nn.Module) -> Sequence[float]:
@@ -415,23 +431,26 @@ def _pass_trained(changed: Pass | None, module: torch.nn.Module) -> Sequence[flo
 
 
 def reduced(codec: Codec, ranks: Sequence[Gradients]) -> tuple[list[Reduced], list[Exchange]]:
-    """What every rank ends with, and the collectives that it took: all ranks in this process, in lockstep."""
+    """Runs ``codec.reduce`` for all ranks in this process, in lockstep; returns each rank's result and the collectives.
+
+    Raises AssertionError if ``reduce`` is not a generator of Sent that returns Reduced.
+    """
     who = codec.describe()
-    reductions = [codec.reduce(each) for each in ranks]
+    reductions = [codec.reduce(gradients) for gradients in ranks]
     for reduction in reductions:
         is_generator = isinstance(reduction, Generator)
-        _check(is_generator, f"{who}: reduce() is no generator that yields what is sent")
+        _check(is_generator, f"{who}: reduce() must be a generator that yields Sent")
     sent: list[Sent] = []
     for rank, reduction in enumerate(reductions):
         try:
             sent.append(next(reduction))
         except StopIteration:
-            raise AssertionError(f"{who}: rank {rank} asks for no collective") from None
+            raise AssertionError(f"{who}: rank {rank} requests no collective") from None
     exchanges: list[Exchange] = []
     done: list[Reduced] = []
     while not done:
-        for rank, each in enumerate(sent):
-            _check(isinstance(each, Sent), f"{who}: rank {rank} yields {type(each).__name__}, expected Sent")
+        for rank, item in enumerate(sent):
+            _check(isinstance(item, Sent), f"{who}: rank {rank} yields {type(item).__name__}, expected Sent")
         results, size_bytes = _exchanged(sent)
         exchanges.append(Exchange(sent[0].kind, size_bytes))
         sent = []
@@ -440,11 +459,11 @@ def reduced(codec: Codec, ranks: Sequence[Gradients]) -> tuple[list[Reduced], li
                 sent.append(reduction.send(result))
             except StopIteration as stop:
                 done.append(stop.value)
-    _check(not sent, f"{who}: some ranks end before others")
-    for rank, made in enumerate(done):
+    _check(not sent, f"{who}: ranks request different numbers of collectives")
+    for rank, returned in enumerate(done):
         _check(
-            isinstance(made, Reduced),
-            f"{who}: reduce() returns {type(made).__name__} on rank {rank}, expected Reduced",
+            isinstance(returned, Reduced),
+            f"{who}: reduce() returns {type(returned).__name__} on rank {rank}, expected Reduced",
         )
     return done, exchanges
 
@@ -452,22 +471,22 @@ def reduced(codec: Codec, ranks: Sequence[Gradients]) -> tuple[list[Reduced], li
 def _exchanged(sent: Sequence[Sent]) -> tuple[list[torch.Tensor], int]:
     import torch
 
-    operands = [each.operand for each in sent]
-    own_bytes = operands[0].numel() * operands[0].element_size()
-    _check(len({each.kind for each in sent}) == 1, "ranks ask for different collectives")
+    operands = [item.operand for item in sent]
+    sent_bytes = operands[0].numel() * operands[0].element_size()
+    _check(len({item.kind for item in sent}) == 1, "ranks request different collectives")
     if sent[0].kind == ALL_REDUCE:
         total = operands[0].clone()
         for operand in operands[1:]:
             total += operand
-        return [total.clone() for _ in operands], own_bytes
+        return [total.clone() for _ in operands], sent_bytes
     if sent[0].kind == ALL_GATHER:
-        rows = torch.stack([each.view(-1) for each in operands])
-        return [rows.clone() for _ in operands], own_bytes * len(operands)
-    return [torch.stack([each[rank] for each in operands]) for rank in range(len(operands))], own_bytes
+        rows = torch.stack([item.view(-1) for item in operands])
+        return [rows.clone() for _ in operands], sent_bytes * len(operands)
+    return [torch.stack([item[rank] for item in operands]) for rank in range(len(operands))], sent_bytes
 
 
 class Simulation:
-    """Training steps of all ranks: error feedback included. ``shapes`` are those of the bucket's parameters."""
+    """Simulates training steps of all ranks with error feedback. ``shapes`` are those of the bucket's parameters."""
 
     def __init__(self, codec: Codec, shapes: Sequence[Shape], world_size: int, dtype: torch.dtype) -> None:
         import torch
@@ -479,7 +498,7 @@ class Simulation:
         self.keys = range(len(shapes))
 
     def step(self, flats: Sequence[torch.Tensor], keys: Sequence[int] | None = None) -> torch.Tensor:
-        """The mean that all ranks get of ``flats``, one a rank."""
+        """Runs one step on ``flats``, one per rank, and returns the mean that all ranks receive."""
         import torch
 
         ranks = [
@@ -490,14 +509,14 @@ class Simulation:
         ]  # fmt: skip
         done, _ = reduced(self.codec, ranks)
         if self.codec.feeds_back:
-            self.kept = [each.kept.clone() for each in done]
-        equal = all(torch.equal(each.mean, done[0].mean) for each in done)
+            self.kept = [result.kept.clone() for result in done]
+        equal = all(torch.equal(result.mean, done[0].mean) for result in done)
         _check(equal, f"{self.codec.describe()}: ranks end with different bits")
         return done[0].mean
 
 
 def example_gradients(world_size: int, seed: int = 0, dtype: str = "float32") -> list[Gradients]:
-    """A bucket of parameters of ``SHAPES`` on each rank, drawn by chance."""
+    """Random gradients of a bucket with parameters of ``SHAPES``, one per rank."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -512,13 +531,16 @@ def example_gradients(world_size: int, seed: int = 0, dtype: str = "float32") ->
 
 
 def check_codec(codec: Codec, world_sizes: Sequence[int] = (1, 2, 3, 4), *, rounding: float = 0.0) -> None:
-    """``codec``, of an installed package, does all that codecs must: see the checks that it calls, and ``rounding``."""
+    """Runs all checks of ``codec`` for ``world_sizes``. The package must be installed; ``rounding``: ``check_feedback``.
+
+    Also checks registration, plan file, permission, and that a simulated step has a finite time. Raises AssertionError.
+    """
     who = codec.describe()
-    _check(bool(who), "describe() says nothing")
+    _check(bool(who), "describe() returns an empty text")
     _check(codecs().get(codec.name) is type(codec), f"{codec.name} is not registered: install its package")
     job = example_job()
     strategy = DistributedDataParallelStrategy(wire=(codec,))
-    _check(_through_a_file(strategy, job) == strategy, f"{who} does not come back from a plan file")
+    _check(_through_a_file(strategy, job) == strategy, f"{who} changes in a round trip to a plan file")
     _check_permissions(codec.loses, frozenset((codec.permission,)) - {""}, who)
     for world_size in world_sizes:
         for dtype in ("float32", "float64"):
@@ -531,78 +553,81 @@ def check_codec(codec: Codec, world_sizes: Sequence[int] = (1, 2, 3, 4), *, roun
 
 
 def check_exchanges(codec: Codec, world_size: int, dtype: str = "float32") -> None:
-    """What is sent is what ``exchanges`` says, all ranks get the same bits, and gradients are left as they are."""
+    """Checks that ``exchanges`` predicts what is sent, all ranks get the same bits, and inputs are not modified."""
     import torch
 
     who = f"{codec.describe()}, {world_size} ranks, {dtype}"
     ranks = example_gradients(world_size, dtype=dtype)
     before = [rank.flat.clone() for rank in ranks]
     done, exchanges = reduced(codec, ranks)
-    asked = tuple(codec.exchanges(SHAPES, dtype, world_size))
-    _check(tuple(exchanges) == asked, f"{who}: sent {exchanges}, and exchanges() says {asked}")
-    _check(all(bool(each.mean.isfinite().all()) for each in done), f"{who}: the mean is not finite")
+    expected = tuple(codec.exchanges(SHAPES, dtype, world_size))
+    _check(tuple(exchanges) == expected, f"{who}: sent {exchanges}, but exchanges() predicts {expected}")
+    _check(all(bool(result.mean.isfinite().all()) for result in done), f"{who}: the mean is not finite")
     _check(
-        all(torch.equal(each.mean, done[0].mean) for each in done), f"{who}: ranks end with different bits"
+        all(torch.equal(result.mean, done[0].mean) for result in done),
+        f"{who}: ranks end with different bits",
     )
-    unchanged = all(torch.equal(each.flat, flat) for each, flat in zip(ranks, before, strict=True))
-    _check(unchanged, f"{who}: reduce() changes the gradients that it is given")
-    _check(done[0].mean.shape == before[0].shape, f"{who}: the mean has another shape")
-    _check(done[0].mean.dtype == before[0].dtype, f"{who}: the mean is of another type")
+    unchanged = all(torch.equal(result.flat, flat) for result, flat in zip(ranks, before, strict=True))
+    _check(unchanged, f"{who}: reduce() modifies its input gradients")
+    _check(done[0].mean.shape == before[0].shape, f"{who}: the mean has a different shape than the gradients")
+    _check(done[0].mean.dtype == before[0].dtype, f"{who}: the mean has a different dtype than the gradients")
     _check(
-        all((each.kept.numel() > 0) == codec.feeds_back for each in done),
-        f"{who}: kept is not as feeds_back says",
+        all((result.kept.numel() > 0) == codec.feeds_back for result in done),
+        f"{who}: kept must be non-empty exactly if feeds_back is set",
     )
     costs = codec.default_us(2**20, world_size)
-    _check(len(costs) > len(exchanges), f"{who}: default_us() has one time more than there are exchanges")
-    _check(min(costs) > 0, f"{who}: computing takes time")
+    _check(
+        len(costs) > len(exchanges), f"{who}: default_us() must return one more time than there are exchanges"
+    )
+    _check(min(costs) > 0, f"{who}: default_us() must return positive times")
 
 
 def check_feedback(codec: Codec, world_size: int, *, rounding: float = 0.0, steps: int = 20) -> None:
-    """What was sent and what is kept add up to the gradients, over ``steps`` steps.
+    """Checks that sent and kept values add up to the gradients over ``steps`` steps.
 
-    Sums of few digits may lose ``rounding`` a step and rank besides.
+    Low-precision sums may lose up to ``rounding`` per step and rank.
     """
     import torch
 
     simulation = Simulation(codec, SHAPES, world_size, torch.float64)
-    sent = given = torch.zeros(sum(map(math.prod, SHAPES)), dtype=torch.float64)
+    sent = total = torch.zeros(sum(map(math.prod, SHAPES)), dtype=torch.float64)
     for step in range(steps):
         flats = [example_gradient.flat for example_gradient in example_gradients(world_size, step, "float64")]
-        given = given + torch.stack(flats).mean(0)
+        total = total + torch.stack(flats).mean(0)
         sent = sent + simulation.step(flats)
-        off = float((sent + torch.stack(simulation.kept).mean(0) - given).abs().max())
+        off = float((sent + torch.stack(simulation.kept).mean(0) - total).abs().max())
         most = max(1e-10, (step + 1) * world_size * rounding)
         _check(
             off <= most,
-            f"{codec.describe()}: {off:.3g} is neither sent nor kept after {step + 1} steps. If sums lose that to "
-            f"rounding, as those of float16 do, give check_codec(..., rounding=) what a step and rank may lose, "
-            f"{off / (step + 1) / world_size:.1g} here",
+            f"{codec.describe()}: {off:.3g} is neither sent nor kept after {step + 1} steps. If rounding is the reason, "
+            f"as in float16 sums, pass check_codec(..., rounding=) the tolerated loss per step and rank: here "
+            f"{off / (step + 1) / world_size:.1g}",
         )
 
 
 def check_not_finite(codec: Codec, world_size: int = 3) -> None:
-    """An infinity or a NaN on one rank is seen in the mean on all, by which a GradScaler skips the step."""
+    """Checks that an infinity or NaN on one rank shows in the mean on all ranks, so that a GradScaler skips the step."""
     for harm in (math.inf, -math.inf, math.nan):
         ranks = example_gradients(world_size)
         ranks[1].flat[5] = harm
         done, _ = reduced(codec, ranks)
-        seen = all(not bool(each.mean.isfinite().all()) for each in done)
-        _check(seen, f"{codec.describe()}: {harm} on one rank is not seen in the mean")
+        seen = all(not bool(result.mean.isfinite().all()) for result in done)
+        _check(seen, f"{codec.describe()}: {harm} on one rank does not show in the mean")
 
 
 # Readers.
 
 
 def check_reader(reader: Reader, name: str, data: bytes, *, damages: int = 100) -> None:
-    """``reader``, of an installed package, reads the document ``name`` of ``data``, and refuses it damaged.
+    """``reader``, of an installed package, reads the document ``name`` of ``data``, and refuses damaged ones.
 
-    The document is cut, and bytes of it are changed, ``damages`` times, the same ones in each run.
+    The document is cut, or bytes of it are changed, ``damages`` times, in the same way in each run.
     """
     who = f"the reader {reader.name}"
     _check(readers().get(reader.name) is reader, f"{who} is not registered: install its package")
     chosen = recognised(name, data[:SNIFFED_BYTES])
     _check(chosen is reader, f"{name} is recognised by {chosen.name if chosen else 'no reader'}")
-    with _said(who):
+    with _plugin_faults(who):
         ranks = reader.read(Document(name, data)).ranks
     _check(bool(ranks), f"{who} finds no rank in {name}")
     for rank in ranks:
@@ -611,9 +636,9 @@ def check_reader(reader: Reader, name: str, data: bytes, *, damages: int = 100) 
         _check(bool((rank.events.duration_ns >= 0).all()), f"{who}: an event ends before it begins")
     draw = random.Random(0)
     for number in range(damages):
-        harmed = bytearray(data[: draw.randrange(len(data) + 1)] if number % 2 else data)
-        for _ in range(min(len(harmed), draw.choice((0, 1, 5)))):
-            harmed[draw.randrange(len(harmed))] = draw.randrange(256)
+        damaged = bytearray(data[: draw.randrange(len(data) + 1)] if number % 2 else data)
+        for _ in range(min(len(damaged), draw.choice((0, 1, 5)))):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
         for lenient in (False, True):
-            with _said(f"{who}, of a damaged document"), suppress(TraceError):
-                reader.read(Document(name, bytes(harmed), "", lenient))
+            with _plugin_faults(f"{who}, of a damaged document"), suppress(TraceError):
+                reader.read(Document(name, bytes(damaged), "", lenient))

@@ -1,1 +1,4 @@
-"""Drawing: HTML pages and text from computed values. What is computed here is only what to draw, and where."""
+"""Renders HTML pages and terminal text from diagnoses, search results and decisions.
+
+It computes only what to draw and where; every number comes from other packages.
+"""

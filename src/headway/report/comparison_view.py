@@ -1,4 +1,4 @@
-"""What a page says of two recordings side by side."""
+"""Prepares the comparison of a recording with its baselines for the HTML page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TICKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a page compares with: recordings by their names, their diagnoses, and the comparison with the page's own."""
+    """The recordings that a page compares with: names, diagnoses, and the resulting comparison."""
 
     names: tuple[str, ...]
     diagnoses: tuple[Diagnosis, ...]
@@ -35,14 +35,14 @@ class Baseline:
     def of(
         cls, folders: Sequence[Path], diagnoses: Sequence[Diagnosis], comparison: Comparison | None
     ) -> Baseline | None:
-        """The recordings in ``folders``; None where nothing is compared."""
+        """The recordings in ``folders``; None without a comparison."""
         if comparison is None:
             return None
         return cls(tuple(folder.resolve().name for folder in folders), tuple(diagnoses), comparison)
 
 
 class Strip(NamedTuple):
-    """The steps of one recording as dots along one axis, with a box of the middle half and a line at the median."""
+    """The steps of one recording as dots on an axis, with a box around the middle half and a line at the median."""
 
     name: str
     top: float
@@ -53,7 +53,7 @@ class Strip(NamedTuple):
 
 
 class StepsPicture(NamedTuple):
-    """Strips below each other, and marks of time, the first at ``floor_ms``."""
+    """Strips stacked vertically, and axis marks (x, label), the first at ``floor_ms``."""
 
     strips: tuple[Strip, ...]
     floor_ms: float
@@ -64,7 +64,7 @@ class StepsPicture(NamedTuple):
 
 
 def comparison_values(baseline: Baseline, after: Diagnosis, name: str) -> dict[str, Any]:
-    """What the template says of ``after``, whose trace is ``name``, against ``baseline``."""
+    """The template's values for comparing ``after`` (of the trace ``name``) with ``baseline``."""
     pair = side_by_side(baseline.diagnoses, after)
     before = baseline.names[pair.typical]
     before = f"{before} (before)" if before == name else before
@@ -87,19 +87,19 @@ def comparison_values(baseline: Baseline, after: Diagnosis, name: str) -> dict[s
         "mean_name": mean,
         "side_names": [before, name],
         "longest_side_ms": max(longest_ms, 1e-9),
-        "changed": [(one.name, _shown(one.before), _shown(one.after)) for one in pair.changed],
+        "changed": [(fact.name, _cell(fact.before), _cell(fact.after)) for fact in pair.changed],
         "steps_picture": picture,
         "floor_ms": picture.floor_ms,
         "bucket_pairs": [bucket for bucket in pair.buckets if bucket in buckets],
         "bucket_pairs_left_out": len(pair.buckets) - len(buckets),
         "causes": _causes(baseline.comparison),
         "signed": signed,
-        "judged": lambda then_ms, now_ms: judged(then_ms, now_ms, step_ms),
+        "change_class": lambda before_ms, after_ms: change_class(before_ms, after_ms, step_ms),
     }
 
 
-def judged(before_ms: float | None, after_ms: float | None, step_ms: float) -> str:
-    """The class of a cell: ``better`` or ``worse`` where what changed is a hundredth of the step or more."""
+def change_class(before_ms: float | None, after_ms: float | None, step_ms: float) -> str:
+    """The CSS class of a cell: ``better`` or ``worse`` if the change is at least 1 % of the step, else empty."""
     difference_ms = 0.0 if before_ms is None or after_ms is None else after_ms - before_ms
     if abs(difference_ms) < STANDS_OUT * step_ms:
         return ""
@@ -107,7 +107,7 @@ def judged(before_ms: float | None, after_ms: float | None, step_ms: float) -> s
 
 
 def signed(before_ms: float | None, after_ms: float | None) -> str:
-    """The difference in words; empty where one of both is missing."""
+    """The difference with its sign and unit; empty if either value is missing."""
     if before_ms is None or after_ms is None:
         return ""
     difference_ms = after_ms - before_ms
@@ -115,12 +115,12 @@ def signed(before_ms: float | None, after_ms: float | None) -> str:
 
 
 def steps_picture(pair: SideBySide, names: Sequence[str]) -> StepsPicture:
-    """The steps of the first baselines and of the recording after on one axis, under these ``names``.
+    """Draws the steps of the first baselines and of the later recording on one axis, labelled with ``names``.
 
-    What is longer than four medians lies at its end.
+    Steps longer than four medians are drawn at the end of the axis.
     """
-    whole = list(zip(names, (*pair.steps_before, pair.steps_after), strict=True))
-    spreads = [*whole[:-1][:MAX_STRIPS], whole[-1]]
+    named = list(zip(names, (*pair.steps_before, pair.steps_after), strict=True))
+    spreads = [*named[:-1][:MAX_STRIPS], named[-1]]
     top_ms = max(min(spread.most_ms, 4 * spread.median_ms) for _, spread in spreads)
     least_ms = min(spread.least_ms for _, spread in spreads)
     margin_ms = max(0.05 * (top_ms - least_ms), 0.01 * top_ms, 1e-6)
@@ -146,7 +146,7 @@ def _strip(name: str, spread: StepSpread, at: int, x: Callable[[float], float]) 
         (x(ms), at * LANE + LANE / 2 + 9 * ((number * 0.618) % 1 - 0.5)) for number, ms in enumerate(shown)
     )
     title = (
-        f"{name}: {len(spread.steps_ms)} steps, median {words.duration(spread.median_ms)}, half of them from "
+        f"{name}: {len(spread.steps_ms)} steps, median {words.duration(spread.median_ms)}, middle half from "
         f"{words.duration(spread.quarter_ms)} to {words.duration(spread.three_quarters_ms)}"
     )
     box = x(spread.quarter_ms), x(spread.three_quarters_ms)
@@ -158,15 +158,15 @@ def _exposed_ms(pair: Pair[Any]) -> float:
 
 
 def _causes(comparison: Comparison) -> list[str]:
-    found = []
+    lines = []
     for what, causes in (("New", comparison.new_causes), ("Gone", comparison.gone_causes)):
         if causes:
-            found.append(f"{what}: {', '.join(cause.replace('_', ' ') for cause in causes)}.")
-    return found
+            lines.append(f"{what}: {', '.join(cause.replace('_', ' ') for cause in causes)}.")
+    return lines
 
 
-def _shown(value: Any) -> str:
-    """A fact as a cell of the table shows it."""
+def _cell(value: Any) -> str:
+    """Formats a fact for a table cell."""
     if isinstance(value, Mapping):
         return plan_words(value) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A page that draws what was decided while a job trained: how long steps took, under which plan, and why."""
+"""Draws the HTML page of the decisions taken during training: step times, plans in force, and reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.report import words
 from headway.report.templates import page_with_figures
-from headway.report.timeline import TIP_STYLE, dress, require_bokeh
+from headway.report.timeline import TIP_STYLE, apply_style, require_bokeh
 from headway.units import counted, format_rate
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ SCRIPTS = ("page.js", "theme.js", "decisions.js")
 
 
 def decisions_page(entries: Sequence[Entry], name: str = "") -> str:
-    """The page of the file ``name`` as one text that loads nothing; of a long run the last ``MAX_DRAWN`` are drawn.
+    """Renders the decisions of the file ``name`` as one self-contained HTML text, drawing the last ``MAX_DRAWN``.
 
-    Raises UserError where Bokeh is not installed.
+    Raises UserError if Bokeh is not installed.
     """
     require_bokeh()
-    numbers = starts(entries)
+    numbers = start_numbers(entries)
     switches = [(entry, start) for entry, start in zip(entries, numbers, strict=True) if entry.switches]
     listed = list(zip(entries, numbers, strict=True))[-MAX_LISTED:]
     return page_with_figures(
@@ -59,41 +59,43 @@ def _figure(shown: Sequence[Entry]) -> Any:
 
     places = _places(shown)
     orders = list(
-        dict.fromkeys(name for each in shown for name in (each.before, *each.predicted_ms, each.order))
+        dict.fromkeys(name for entry in shown for name in (entry.before, *entry.predicted_ms, entry.order))
     )
     colours = {name: words.GROUP_COLOURS[at % len(words.GROUP_COLOURS)] for at, name in enumerate(orders)}
     plot = figure(
-        name="decisions", height=380, sizing_mode="stretch_width", y_axis_label="ms a step",
-        x_axis_label="step" if starts(shown)[-1] == 0 else "step, of all starts one after the other",
+        name="decisions", height=380, sizing_mode="stretch_width", y_axis_label="ms per step",
+        x_axis_label="step" if start_numbers(shown)[-1] == 0 else "step, with all starts in sequence",
         tools="xpan,xwheel_zoom,reset,save",
     )  # fmt: skip
     measured: list[DataRenderer] = []
     for name in orders:
-        expected = [each.predicted_ms.get(name, float("nan")) for each in shown]
+        expected = [entry.predicted_ms.get(name, float("nan")) for entry in shown]
         plot.line(places, expected, color=colours[name], alpha=0.6, line_dash="dashed")
-        own = [(each, place) for each, place in zip(shown, places, strict=True) if each.before == name]
-        source = ColumnDataSource(_columns(own))
-        if own:
+        in_force = [
+            (entry, place) for entry, place in zip(shown, places, strict=True) if entry.before == name
+        ]
+        source = ColumnDataSource(_columns(in_force))
+        if in_force:
             points = plot.scatter(
                 "place", "measured_ms", source=source, size=7, color=colours[name],
                 legend_label=words.plain(name, 60),
             )  # fmt: skip
             measured.append(points)
-    for each, place in zip(shown, places, strict=True):
-        if each.switches:
+    for entry, place in zip(shown, places, strict=True):
+        if entry.switches:
             plot.add_layout(
                 Span(location=place + 0.5, dimension="height", line_color=words.MUTED, line_dash="dotted")
             )
-    tip = f"""<div style="{TIP_STYLE}"><b>step @step</b>, @workers workers<br>took @measured_ms{{0.0}} ms<br>
-decided @order<br>as @reason<br><span style="color:var(--muted)">@links</span></div>"""
+    tip = f"""<div style="{TIP_STYLE}"><b>step @step</b>, @workers workers<br>measured @measured_ms{{0.0}} ms<br>
+decision: @order<br>reason: @reason<br><span style="color:var(--muted)">@links</span></div>"""
     plot.add_tools(HoverTool(tooltips=tip, renderers=measured, visible=False))
     plot.toolbar.logo = None
     plot.xaxis.major_label_policy = NoOverlap(min_distance=12)
-    dress(plot)
+    apply_style(plot)
     if plot.legend:
         plot.add_layout(plot.legend[0], "below")
         plot.legend.update(
-            location="top_left", title="in force (dashed: expected)", label_text_color=words.INK,
+            location="top_left", title="in force (dashed: predicted)", label_text_color=words.INK,
             title_text_color=words.MUTED, background_fill_color="white", border_line_color=words.RULE,
             label_text_font=words.FONT, title_text_font=words.FONT,
         )  # fmt: skip
@@ -111,50 +113,50 @@ def _tiles(entries: Sequence[Entry], switches: int) -> list[tuple[str, str]]:
 
 
 def _expected(entry: Entry) -> str:
-    """What a step of what was chosen was expected to take."""
+    """The predicted step time of the chosen plan."""
     expected_ms = entry.predicted_ms.get(entry.order)
     return "" if expected_ms is None else words.duration(expected_ms)
 
 
 def summary(entries: Sequence[Entry]) -> str:
-    """In one line: how often the order was changed, and which is in force."""
+    """One line: the number of switches, and the plan in force."""
     switches = sum(entry.switches for entry in entries)
-    again = starts(entries)[-1]
+    again = start_numbers(entries)[-1]
     return (
         f"{counted(switches, 'switch', 'switches')} after {counted(len(entries), 'decision')}"
-        + (f"; started again {counted(again, 'time')}" if again else "")
+        + (f"; restarted {counted(again, 'time')}" if again else "")
         + f"; in force: {words.plain(entries[-1].order)}"
     )
 
 
-def starts(entries: Sequence[Entry]) -> list[int]:
-    """In which start of the job each was taken, from 0 on: what began again counts its steps anew."""
-    found = [0]
-    for before, each in pairwise(entries):
-        began = (each.attempt, each.workers) != (before.attempt, before.workers)
-        found.append(found[-1] + began)
-    return found
+def start_numbers(entries: Sequence[Entry]) -> list[int]:
+    """The number of the job's start in which each decision was taken, from 0; a restart counts steps from 0 again."""
+    numbers = [0]
+    for before, entry in pairwise(entries):
+        began = (entry.attempt, entry.workers) != (before.attempt, before.workers)
+        numbers.append(numbers[-1] + began)
+    return numbers
 
 
 def _places(entries: Sequence[Entry]) -> list[int]:
-    """Where each is drawn: by its step, and those of each start behind all of the one before."""
+    """The x position of each decision: its step, with each start placed after the previous one."""
     places: list[int] = []
-    for _, own in groupby(zip(starts(entries), entries, strict=True), key=lambda pair: pair[0]):
+    for _, of_start in groupby(zip(start_numbers(entries), entries, strict=True), key=lambda pair: pair[0]):
         behind = max(places, default=0)
-        places += [behind + each.step for _, each in own]
+        places += [behind + entry.step for _, entry in of_start]
     return places
 
 
 def _columns(drawn: Sequence[tuple[Entry, int]]) -> dict[str, list[Any]]:
-    entries = [each for each, _ in drawn]
+    entries = [entry for entry, _ in drawn]
     return {
         "place": [place for _, place in drawn],
         "step": [entry.step for entry in entries],
-        "workers": [str(each.workers or "?") for each in entries],
-        "measured_ms": [each.measured_ms for each in entries],
-        "order": [words.plain(each.order) for each in entries],
-        "reason": [words.plain(each.reason) for each in entries],
-        "links": [_links(each) for each in entries],
+        "workers": [str(entry.workers or "?") for entry in entries],
+        "measured_ms": [entry.measured_ms for entry in entries],
+        "order": [words.plain(entry.order) for entry in entries],
+        "reason": [words.plain(entry.reason) for entry in entries],
+        "links": [_links(entry) for entry in entries],
     }
 
 

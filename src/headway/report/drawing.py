@@ -1,4 +1,4 @@
-"""The timeline as values: a bounded choice of boxes from a trace, the steps, and the critical path."""
+"""Chooses what the timeline draws: a bounded set of boxes, ranks and steps, and the critical path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.trace.format import Trace
 from headway.units import counted, format_bytes
 
 COMPUTE, OPERATORS, COMMUNICATION = "compute", "operators", "communication"
-LANES = 3  # what overlaps on one rank's communication is drawn below each other, up to this many
+LANES = 3  # rows for overlapping communication of one rank
 
 _NS_A_MS = 1e6
 _WHOLE = {Kind.FORWARD_PASS: Kind.FORWARD, Kind.BACKWARD_PASS: Kind.BACKWARD}
@@ -28,7 +28,7 @@ _NOT_SPANS = (Kind.STEP, Kind.GRADIENT_READY, Kind.OPERATOR)
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One rectangle: times in milliseconds from the drawing's start; it lies on ``row`` of ``rank``, in ``lane``."""
+    """One rectangle on ``row`` of ``rank``, in ``lane``. Times are milliseconds from the drawing's start."""
 
     rank: int
     row: str
@@ -39,17 +39,17 @@ class Box:
     name: str
     step: int
     detail: str = ""
-    pending_ms: float = 0.0  # how long before its start it was asked for
+    pending_ms: float = 0.0  # from its request to its start
 
     @property
     def length_ms(self) -> float:
-        """How long it lasts."""
+        """Its duration."""
         return self.end_ms - self.start_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time that is drawn."""
+    """The stretch of time that is drawn."""
 
     start_ns: int
     end_ns: int
@@ -59,15 +59,15 @@ class Window:
         return (moment_ns - self.start_ns) / _NS_A_MS
 
     def of(self, events: Events) -> Events:
-        """The events that some of it covers."""
+        """The events that overlap with the window."""
         return events.where((events.start_ns < self.end_ns) & (events.end_ns > self.start_ns))
 
 
 def compute_boxes(rank: int, events: Events, window: Window, coarse: bool) -> Iterator[Box]:
-    """The compute stream, flattened: each moment shows its innermost event. ``coarse`` draws passes whole."""
+    """The flattened compute stream: each moment shows its innermost event. ``coarse`` draws one box per pass."""
     steps = events.of_kind(Kind.STEP)
-    found = segments(events.where(events.kind != Kind.OPERATOR), window.start_ns, window.end_ns)
-    for segment in _coarse(found) if coarse else found:
+    flat = segments(events.where(events.kind != Kind.OPERATOR), window.start_ns, window.end_ns)
+    for segment in _merge_passes(flat) if coarse else flat:
         if segment.kind == REST:
             continue
         place = max(int(np.searchsorted(steps.start_ns, segment.start_ns, side="right")) - 1, 0)
@@ -78,10 +78,10 @@ def compute_boxes(rank: int, events: Events, window: Window, coarse: bool) -> It
         )  # fmt: skip
 
 
-def _coarse(found: list[Segment]) -> list[Segment]:
-    """Neighbouring segments of the same pass as one."""
+def _merge_passes(flat: list[Segment]) -> list[Segment]:
+    """Merges adjacent segments of the same pass."""
     merged: list[Segment] = []
-    for segment in found:
+    for segment in flat:
         segment = segment._replace(kind=_WHOLE.get(segment.kind, segment.kind))
         if merged and segment.kind in _WHOLE.values() and merged[-1].kind == segment.kind:
             merged[-1] = merged[-1]._replace(end_ns=segment.end_ns, name="")
@@ -91,7 +91,7 @@ def _coarse(found: list[Segment]) -> list[Segment]:
 
 
 def operator_boxes(rank: int, events: Events, window: Window, step: int | None = None) -> Iterator[Box]:
-    """Operators on the compute stream, of one step or of all; those inside others come after them."""
+    """The operators on the compute stream, of one step or of all; nested operators follow their parents."""
     picked = (events.kind == Kind.OPERATOR) & (events.stream == Stream.COMPUTE) & (events.duration_ns > 0)
     if step is not None:
         picked &= events.step == step
@@ -101,7 +101,7 @@ def operator_boxes(rank: int, events: Events, window: Window, step: int | None =
 
 
 def other_boxes(rank: int, events: Events, window: Window, matched: Collection[str]) -> Iterator[Box]:
-    """What neither the flattened compute stream nor the kinds ``matched`` show, such as pushes and pulls."""
+    """Events neither in the flattened compute stream nor of the kinds ``matched``, such as pushes and pulls."""
     shown = (events.stream == Stream.COMPUTE) & np.isin(events.kind.astype(str), COMPUTE_KINDS)
     wanted = ~shown & (events.duration_ns > 0)
     for kind in (*matched, *_NOT_SPANS):
@@ -114,7 +114,7 @@ def other_boxes(rank: int, events: Events, window: Window, matched: Collection[s
 
 def _plain(rank: int, row: str, event: Event, window: Window) -> Box:
     details = [format_bytes(event.size_bytes)] if event.size_bytes >= 0 else []
-    details += [f"rank {event.peer} at the other end"] if event.peer >= 0 else []
+    details += [f"peer rank {event.peer}"] if event.peer >= 0 else []
     pending_ns = event.start_ns - event.enqueue_ns if 0 <= event.enqueue_ns < event.start_ns else 0
     return Box(
         rank, row, 0, window.ms(event.start_ns), window.ms(event.end_ns), event.kind, event.name, event.step,
@@ -122,40 +122,41 @@ def _plain(rank: int, row: str, event: Event, window: Window) -> Box:
     )  # fmt: skip
 
 
-def communication_boxes(rank: int, own: Communications, window: Window) -> Iterator[Box]:
-    """Collectives and messages, from when all members had arrived; ``own`` are this rank's rows in the window."""
-    for row in range(len(own)):
-        begin = max(int(own.start_ns[row]), int(own.arrival_ns[row]))
-        enqueue, arrival = int(own.enqueue_ns[row]), int(own.arrival_ns[row])
+def communication_boxes(rank: int, rank_rows: Communications, window: Window) -> Iterator[Box]:
+    """Collectives and messages, drawn from the last arrival on. ``rank_rows`` are this rank's rows in the window."""
+    for row in range(len(rank_rows)):
+        begin = max(int(rank_rows.start_ns[row]), int(rank_rows.arrival_ns[row]))
+        enqueue, arrival = int(rank_rows.enqueue_ns[row]), int(rank_rows.arrival_ns[row])
         yield Box(
-            rank, COMMUNICATION, 0, window.ms(begin), window.ms(int(own.end_ns[row])), own.kind[row], own.name[row],
-            int(own.step[row]), ", ".join(_details(own, row)), (begin - enqueue) / _NS_A_MS,
+            rank, COMMUNICATION, 0, window.ms(begin), window.ms(int(rank_rows.end_ns[row])), rank_rows.kind[row],
+            rank_rows.name[row], int(rank_rows.step[row]), ", ".join(_details(rank_rows, row)),
+            (begin - enqueue) / _NS_A_MS,
         )  # fmt: skip
         assert begin >= arrival
 
 
-def _details(own: Communications, row: int) -> Iterator[str]:
-    yield format_bytes(int(own.size_bytes[row]))
-    if own.bucket[row] >= 0:
-        yield f"bucket {own.bucket[row]}"
-    if own.peer[row] >= 0:
-        yield f"{'from' if own.kind[row] == Kind.RECEIVE else 'to'} rank {own.peer[row]}"
-    if own.group[row]:
-        yield f"group {words.plain(own.group[row], 40)}"
-    late_ns = int(own.arrival_ns[row]) - int(own.enqueue_ns[row])
+def _details(rank_rows: Communications, row: int) -> Iterator[str]:
+    yield format_bytes(int(rank_rows.size_bytes[row]))
+    if rank_rows.bucket[row] >= 0:
+        yield f"bucket {rank_rows.bucket[row]}"
+    if rank_rows.peer[row] >= 0:
+        yield f"{'from' if rank_rows.kind[row] == Kind.RECEIVE else 'to'} rank {rank_rows.peer[row]}"
+    if rank_rows.group[row]:
+        yield f"group {words.plain(rank_rows.group[row], 40)}"
+    late_ns = int(rank_rows.arrival_ns[row]) - int(rank_rows.enqueue_ns[row])
     if late_ns > 0:
-        yield f"rank {own.last_rank[row]} arrived last, {words.duration(late_ns / _NS_A_MS)} after this one"
+        yield f"rank {rank_rows.last_rank[row]} arrived last, {words.duration(late_ns / _NS_A_MS)} after this one"
 
 
-def laned(boxes: list[Box]) -> list[Box]:
-    """One rank's communication in lanes, so that what overlaps lies below each other."""
+def assign_lanes(boxes: list[Box]) -> list[Box]:
+    """Assigns one rank's communication to lanes, so that overlapping boxes lie below each other."""
     free = [float("-inf")] * LANES
-    found = []
+    placed = []
     for box in sorted(boxes, key=lambda box: box.start_ms):
         lane = next((lane for lane in range(LANES) if free[lane] <= box.start_ms), LANES - 1)
         free[lane] = max(free[lane], box.end_ms)
-        found.append(replace(box, lane=lane))
-    return found
+        placed.append(replace(box, lane=lane))
+    return placed
 
 
 MAX_RANKS = 256
@@ -169,10 +170,11 @@ _UNDRAWN = (Kind.GRADIENT_READY, Kind.STEP, Kind.LINK, Kind.DELIVERY_RATE)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is drawn.
+    """What to draw.
 
-    ``coarse`` is whether each pass is drawn as one box. Where ``operators`` is false, those of the typical step are
-    drawn on ``operator_ranks``. ``left_out`` counts events of the drawn steps that are not drawn, by what they are.
+    ``coarse`` draws each pass as one box. If ``operators`` is false, only operators of the typical step on
+    ``operator_ranks`` are drawn. ``left_out`` counts the events of the drawn steps that are left out, by level of
+    detail.
     """
 
     ranks: tuple[int, ...]
@@ -185,10 +187,9 @@ class Choice:
 
 
 def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
-    """Complete steps around the typical one, as many as ``max_boxes`` allows.
+    """Chooses complete steps around the typical one, as many as ``max_boxes`` allows.
 
-    If not even a few steps would fit, detail is given up in this order: operators, the messages that collectives
-    are made of, modules.
+    If not even a few steps fit, detail is dropped in this order: operators, messages within collectives, modules.
     """
     ranks = _ranks(trace, diagnosis)
     counts = _Counts.of((trace.events[rank] for rank in ranks), diagnosis.steps)
@@ -196,7 +197,7 @@ def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
     at = diagnosis.steps.index(diagnosis.typical_step)
     for left_out in counts.levels():
         sizes = counts.total - sum((getattr(counts, name) for name in left_out), np.zeros_like(counts.total))
-        low, high = _grown(sizes, at, max_boxes)
+        low, high = _grow(sizes, at, max_boxes)
         if high - low >= wanted and sizes[low:high].sum() <= max_boxes:
             break
     room = max_boxes - int(sizes[low:high].sum())
@@ -213,9 +214,9 @@ def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
 
 
 def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
-    """The ranks that are to blame, worst first: those of findings that stand out, then those that others wait for.
+    """The ranks to blame, worst first: those of findings that stand out, then stragglers.
 
-    If ranks take turns in being late, or are late by no more than equal workers are, none is to blame for it.
+    Stragglers are not blamed if ranks take turns at being late, or are late within noise.
     """
     named = [rank for finding in diagnosis.findings if finding.stands_out for rank in finding.ranks]
     if not diagnosis.findings or any(
@@ -226,19 +227,19 @@ def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
 
 
 def interesting_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
-    """The ranks that the diagnosis names: those that are to blame, worst first, then those on the critical path."""
+    """The ranks that the diagnosis names: those to blame, worst first, then those on the critical path."""
     on_path = (piece.rank for piece in diagnosis.critical_path)
     return tuple(dict.fromkeys((*blamed_ranks(diagnosis), *on_path)))
 
 
-def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
-    """In words, what ``choice`` leaves out; empty if it leaves out nothing."""
+def what_is_left_out(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
+    """Sentences on what ``choice`` leaves out; empty if it draws everything."""
     parts = []
     steps, ranks = choice.steps, choice.ranks
     if len(ranks) < len(trace.events):
         parts.append(
-            f"Of {counted(len(trace.events), 'rank')}, {len(ranks)} are drawn: those that are blamed or on the "
-            "critical path, and an even selection of the others."
+            f"{len(ranks)} of {counted(len(trace.events), 'rank')} are drawn: those to blame or on the critical path, "
+            "and an even selection of the others."
         )
     if len(steps) < len(diagnosis.steps):
         parts.append(
@@ -251,26 +252,26 @@ def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
         parts.append(f"Operators are drawn {where if choice.operator_ranks else 'nowhere'}.")
     if choice.left_out.get("messages"):
         number = counted(choice.left_out["messages"], "send or receive", "sends and receives")
-        parts.append(f"Collectives are drawn without their messages: {number} left out.")
+        parts.append(f"Collectives are drawn without their messages ({number} left out).")
     if choice.coarse:
         parts.append("Each pass is drawn as one box, not module by module.")
     return " ".join(parts)
 
 
 def _ranks(trace: Trace, diagnosis: Diagnosis) -> tuple[int, ...]:
-    """All ranks; of too many, those that the diagnosis names and an even selection of the others."""
+    """All ranks, or at most MAX_RANKS: those that the diagnosis names and an even selection of the others."""
     present = sorted(trace.events)
     if len(present) <= MAX_RANKS:
         return tuple(present)
     named = [rank for rank in interesting_ranks(diagnosis) if rank in trace.events][: MAX_RANKS // 2]
-    others = sorted(set(present) - set(named))
-    picked = np.linspace(0, len(others) - 1, MAX_RANKS - len(named)).round().astype(int)
-    return tuple(sorted({*named, *(others[index] for index in picked.tolist())}))
+    remaining = sorted(set(present) - set(named))
+    picked = np.linspace(0, len(remaining) - 1, MAX_RANKS - len(named)).round().astype(int)
+    return tuple(sorted({*named, *(remaining[index] for index in picked.tolist())}))
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """How many events each step holds over all ranks: all that could be drawn, and those that detail consists of."""
+    """The events per step over all ranks: all that could be drawn, and those of each level of detail."""
 
     total: Ints
     operators: Ints
@@ -285,19 +286,19 @@ class _Counts:
         for events in ranks:
             kinds = ((), (Kind.OPERATOR,), MESSAGES, (Kind.COLLECTIVE,), MODULES, _UNDRAWN)
             for row, wanted in enumerate(kinds):
-                found = events.step if not wanted else events.step[_of_kinds(events, wanted)]
-                place = np.minimum(np.searchsorted(numbers, found), len(numbers) - 1)
-                sums[row] += np.bincount(place[numbers[place] == found], minlength=len(numbers))
+                event_steps = events.step if not wanted else events.step[_of_kinds(events, wanted)]
+                place = np.minimum(np.searchsorted(numbers, event_steps), len(numbers) - 1)
+                sums[row] += np.bincount(place[numbers[place] == event_steps], minlength=len(numbers))
         return cls(sums[0] - sums[5], *sums[1:5])
 
     def levels(self) -> list[tuple[str, ...]]:
-        """What to leave out: first nothing, then more and more."""
-        found: list[tuple[str, ...]] = [()]
+        """The levels to leave out, from none to all."""
+        levels: list[tuple[str, ...]] = [()]
         for name in ("operators", "messages", "modules"):
             some = getattr(self, name).any() and (name != "messages" or self.collectives.any())
             if some:
-                found.append((*found[-1], name))
-        return found
+                levels.append((*levels[-1], name))
+        return levels
 
 
 def _of_kinds(events: Events, kinds: tuple[str, ...]) -> npt.NDArray[np.bool_]:
@@ -307,8 +308,8 @@ def _of_kinds(events: Events, kinds: tuple[str, ...]) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _grown(sizes: Ints, at: int, room: int) -> tuple[int, int]:
-    """The step ``at`` and its neighbours, grown on both sides while all their events fit; its end is exclusive."""
+def _grow(sizes: Ints, at: int, room: int) -> tuple[int, int]:
+    """The range of steps around ``at``, grown on both sides while all events fit; the end is exclusive."""
     low, high = at, at + 1
     total = int(sizes[at])
     while low > 0 or high < len(sizes):
@@ -322,20 +323,20 @@ def _grown(sizes: Ints, at: int, room: int) -> tuple[int, int]:
 
 
 def _operator_ranks(trace: Trace, diagnosis: Diagnosis, ranks: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """Some ranks whose operators of the typical step fit: those that the diagnosis speaks of, and one to compare."""
+    """Ranks whose operators of the typical step fit: those that the diagnosis names, and one to compare."""
     named = [rank for rank in interesting_ranks(diagnosis) if rank in ranks]
-    found = []
+    chosen = []
     for rank in [*named[:MAX_OPERATOR_RANKS], *[rank for rank in ranks if rank not in named][:1]]:
         events = trace.events[rank]
         size = int(np.count_nonzero((events.kind == Kind.OPERATOR) & (events.step == diagnosis.typical_step)))
         if 0 < size <= room:
-            found.append(rank)
+            chosen.append(rank)
             room -= size
-    return tuple(sorted(found))
+    return tuple(sorted(chosen))
 
 
-ALL_SHOWN = 12  # a table of so many ranks shows them all
-SHOWN_FIRST = 8  # of more, so many before the others
+ALL_SHOWN = 12  # tables of up to this many ranks show all of them
+SHOWN_FIRST = 8  # larger tables show this many first
 NEIGHBOURS = 2
 MAX_BLAMED_VIEWS = 3
 MAX_HOST_VIEWS = 128
@@ -357,14 +358,13 @@ def rank_views(
     *,
     of_ranks: int,
 ) -> tuple[RankView, ...]:
-    """All that are drawn; the blamed ones and their neighbours; those on the critical path; those of each host.
+    """The views of the timeline: all ranks, blamed ranks with neighbours, the critical path, and each host.
 
-    ``of_ranks`` is how many ranks there are, drawn or not. What would show all of them again, or is there already,
-    is left out.
+    ``of_ranks`` counts all ranks, drawn or not. Views that repeat an earlier one are left out.
     """
     every = "All" if len(drawn) == of_ranks else "All drawn:"
-    whole = RankView(f"{every} {counted(len(drawn), 'rank')}", drawn)
-    views = [whole]
+    all_ranks = RankView(f"{every} {counted(len(drawn), 'rank')}", drawn)
+    views = [all_ranks]
 
     def offer(label: str, ranks: tuple[int, ...]) -> None:
         if ranks and all(ranks != view.ranks for view in views):
@@ -387,10 +387,10 @@ def rank_views(
 def split_by_interest(
     breakdown: Mapping[int, Breakdown], blamed: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """The ranks to show first and the others.
+    """Splits the ranks into those to show first and the others.
 
-    Few ranks are all shown, in order. Of many, those that are blamed and then those that differ most from the
-    median rank come first; the others follow in order.
+    Few ranks are all shown, in order. Of many, blamed ranks come first, then those that differ most from the median
+    rank; the others follow in order.
     """
     ranks = sorted(breakdown)
     if len(ranks) <= ALL_SHOWN:
@@ -420,28 +420,28 @@ class Drawing:
         tuple[int, str, float, float], ...
     ]  # rank, kind, start, end: one for each of the diagnosis' pieces
     length_ms: float
-    cut: str  # what is left out, or nothing
+    cut: str  # sentences on what is left out
 
     @property
     def lanes(self) -> int:
-        """The most lanes that any rank's communication needs."""
+        """The number of lanes that communication needs."""
         return 1 + max((box.lane for box in self.boxes), default=0)
 
 
 def draw(
     trace: Trace, diagnosis: Diagnosis, max_boxes: int = MAX_BOXES, rows: Communications | None = None
 ) -> Drawing:
-    """Choose what to draw, and compute it. ``rows`` are the trace's matched communication, where that is known."""
+    """Chooses what to draw and computes its boxes. ``rows`` is the trace's matched communication, if known."""
     choice = choose(trace, diagnosis, max_boxes)
     bounds = _bounds(trace, choice)
     window = Window(min(start for start, _ in bounds.values()), max(end for _, end in bounds.values()))
     boxes = _boxes(trace, diagnosis, choice, window, match(trace, messages=True) if rows is None else rows)
-    whole = len(boxes)
-    cut = described(choice, trace, diagnosis)
-    if whole > max_boxes:
+    box_count = len(boxes)
+    cut = what_is_left_out(choice, trace, diagnosis)
+    if box_count > max_boxes:
         boxes = sorted(boxes, key=lambda box: (box.kind in _DETAIL_KINDS, -box.length_ms))[:max_boxes]
         boxes.sort(key=lambda box: (box.rank, box.row, box.start_ms, -box.end_ms))
-        cut += f" Of {counted(whole, 'event')} in them, the {max_boxes} longest are drawn."
+        cut += f" The {max_boxes} longest of {counted(box_count, 'event')} are drawn."
     at = choice.steps.index(diagnosis.typical_step)
     first = max(min(at - 1, len(choice.steps) - DEFAULT_STEPS), 0)
     shown = choice.steps[first : first + DEFAULT_STEPS]
@@ -460,15 +460,15 @@ def draw(
 
 
 def _bounds(trace: Trace, choice: Choice) -> dict[int, tuple[int, int]]:
-    """From the first rank's start to the last rank's end of each step."""
-    found: dict[int, tuple[int, int]] = {}
+    """Each step's earliest start and latest end over ranks, in ns."""
+    bounds: dict[int, tuple[int, int]] = {}
     wanted = set(choice.steps)
     for rank in choice.ranks:
         for row in trace.events[rank].of_kind(Kind.STEP):
             if row.step in wanted:
-                start, end = found.get(row.step, (row.start_ns, row.end_ns))
-                found[row.step] = (min(start, row.start_ns), max(end, row.end_ns))
-    return dict(sorted(found.items()))
+                start, end = bounds.get(row.step, (row.start_ns, row.end_ns))
+                bounds[row.step] = (min(start, row.start_ns), max(end, row.end_ns))
+    return dict(sorted(bounds.items()))
 
 
 def _boxes(
@@ -483,14 +483,14 @@ def _boxes(
     boxes: list[Box] = []
     for rank in choice.ranks:
         events = window.of(trace.events[rank])
-        own = rows.where(np.arange(*np.searchsorted(rows.rank, [rank, rank + 1])))
+        rank_rows = rows.where(np.arange(*np.searchsorted(rows.rank, [rank, rank + 1])))
         boxes += compute_boxes(rank, events, window, choice.coarse)
         if choice.operators or rank in choice.operator_ranks:
             boxes += operator_boxes(
                 rank, events, window, None if choice.operators else diagnosis.typical_step
             )
-        others = list(other_boxes(rank, events, window, matched))
-        boxes += (box for box in others if box.row != COMMUNICATION)
-        others_communicating = (box for box in others if box.row == COMMUNICATION)
-        boxes += laned([*communication_boxes(rank, own, window), *others_communicating])
+        further = list(other_boxes(rank, events, window, matched))
+        boxes += (box for box in further if box.row != COMMUNICATION)
+        others_communicating = (box for box in further if box.row == COMMUNICATION)
+        boxes += assign_lanes([*communication_boxes(rank, rank_rows, window), *others_communicating])
     return boxes

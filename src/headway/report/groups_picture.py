@@ -1,4 +1,4 @@
-"""Groups that average models as a picture: who averages with whom when, and how far apart models are over time."""
+"""Draws averaging groups: which ranks average together over time, and how far apart their models are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.report import words
 from headway.units import counted
 
 MAX_RANKS, MAX_BOXES, MAX_POINTS = 32, 1500, 400
-MOST_A_RANK = 14  # groups that are drawn of one
+MOST_A_RANK = 14  # groups drawn per rank
 WIDTH, MARGIN, LANE, GAP, AXIS = 1000.0, 64.0, 20.0, 4.0, 22.0
 CHART = 120.0  # height of the chart of distances
 TICKS = 6
@@ -19,7 +19,7 @@ _DIGIT = 7.5
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rank in a group, in the picture's units: its wait until the group begins, or the group itself."""
+    """A rank's time in a group, in the picture's units: the wait until the group begins, or the group itself."""
 
     x: float
     y: float
@@ -31,7 +31,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class GroupsPicture:
-    """Lanes of ranks with blocks, marks of time, and a line of distances (``points``) with its own marks."""
+    """Lanes of ranks with blocks and time marks, and a line of distances (``points``) with its own marks."""
 
     title: str
     height: float
@@ -51,24 +51,24 @@ class GroupsPicture:
     chart: float = CHART
 
 
-def groups_picture(found: Averaging | None) -> GroupsPicture | None:
-    """The picture of ``found``; None where no ranks average in groups of several."""
-    if found is None or not found.groups:
+def groups_picture(averaging: Averaging | None) -> GroupsPicture | None:
+    """The picture of ``averaging``; None without groups of several ranks."""
+    if averaging is None or not averaging.groups:
         return None
-    ranks = sorted(found.standing_ms)[:MAX_RANKS]
-    shown = _shown(found.groups, ranks)
-    begin_ns = min(min(each.asked_ns.values()) for each in shown)
-    end_ns = max(each.ended_ns for each in shown)
+    ranks = sorted(averaging.standing_ms)[:MAX_RANKS]
+    shown = _shown(averaging.groups, ranks)
+    begin_ns = min(min(group.asked_ns.values()) for group in shown)
+    end_ns = max(group.ended_ns for group in shown)
     length_ns = max(1, end_ns - begin_ns)
     scale = (WIDTH - MARGIN) / length_ns
     tops = {rank: place * (LANE + GAP) for place, rank in enumerate(ranks)}
-    blocks = [block for each in shown for block in _blocks(each, tops, begin_ns, scale)]
-    points, distance_marks, largest = _distances(found.distances)
+    blocks = [block for group in shown for block in _blocks(group, tops, begin_ns, scale)]
+    points, distance_marks, largest = _distances(averaging.distances)
     left_out = [
-        counted(len(found.standing_ms) - len(ranks), "more rank") if len(ranks) < len(found.standing_ms) else "",
-        counted(len(found.groups) - len(shown), "more group") if len(shown) < len(found.groups) else "",
+        counted(len(averaging.standing_ms) - len(ranks), "more rank") if len(ranks) < len(averaging.standing_ms) else "",
+        counted(len(averaging.groups) - len(shown), "more group") if len(shown) < len(averaging.groups) else "",
     ]  # fmt: skip
-    said = " and ".join(filter(None, left_out))
+    omitted = " and ".join(filter(None, left_out))
     return GroupsPicture(
         title=f"{counted(len(shown), 'group')} of {counted(len(ranks), 'rank')} in "
         f"{words.duration(length_ns / 1e6)}",
@@ -76,16 +76,16 @@ def groups_picture(found: Averaging | None) -> GroupsPicture | None:
         lanes=tuple((f"rank {rank}", tops[rank]) for rank in ranks),
         blocks=tuple(blocks[:MAX_BOXES]),
         marks=_marks(length_ns),
-        left_out=f"Not drawn: {said}." if said else "",
+        left_out=f"Not drawn: {omitted}." if omitted else "",
         points=points,
-        distance_title=f"How far apart the models of a group are before it averages, at most {largest}",
+        distance_title=f"Distance between the models of a group before averaging, at most {largest}",
         distance_marks=distance_marks,
         largest=largest,
     )
 
 
 def _shown(groups: Sequence[Group], ranks: Sequence[int]) -> list[Group]:
-    """The first groups of the recording, until one of ``ranks`` has as many as can be told apart."""
+    """The first groups of the recording, until one of ``ranks`` has more than can be distinguished."""
     counts = dict.fromkeys(ranks, 0)
     shown: list[Group] = []
     for group in groups:
@@ -102,7 +102,7 @@ def _blocks(group: Group, tops: dict[int, float], begin_ns: int, scale: float) -
     members = ", ".join(map(str, group.members[:16])) + (", …" if len(group.members) > 16 else "")
     ended = "" if group.committed else ", which failed"
     length = words.duration((group.ended_ns - group.begun_ns) / 1e6)
-    found = []
+    blocks = []
     for rank, asked_ns in group.asked_ns.items():
         if rank not in tops:
             continue
@@ -113,26 +113,26 @@ def _blocks(group: Group, tops: dict[int, float], begin_ns: int, scale: float) -
         if waited_ns:
             title = f"rank {rank} waits for group {group.number}: {words.duration(waited_ns / 1e6)}"
             colour_of_wait = words.PASS_COLOURS[words.WAITING]
-            found.append(Block(at, tops[rank], waited_ns * scale, colour_of_wait, "", title))
-        found.append(
+            blocks.append(Block(at, tops[rank], waited_ns * scale, colour_of_wait, "", title))
+        blocks.append(
             Block(
                 at + waited_ns * scale, tops[rank], max(width, 1.0), colour,
                 text if width > _DIGIT * len(text) + 2 else "",
                 f"group {group.number} of ranks {members}{ended}: {length}",
             )
         )  # fmt: skip
-    return found
+    return blocks
 
 
 def _distances(
     distances: Sequence[tuple[int, float]],
 ) -> tuple[str, tuple[tuple[float, str], ...], str]:
-    """A polyline of the distances, the marks of its time, and the largest in words."""
+    """The distances as a polyline, the marks of its time axis, and the largest distance as text."""
     if not distances:
         return "", (), "0"
     every = -(-len(distances) // MAX_POINTS)
     kept = [
-        max(distances[at : at + every], key=lambda each: each[1]) for at in range(0, len(distances), every)
+        max(distances[at : at + every], key=lambda pair: pair[1]) for at in range(0, len(distances), every)
     ]
     begin_ns, end_ns = kept[0][0], kept[-1][0]
     length_ns = max(1, end_ns - begin_ns)

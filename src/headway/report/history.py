@@ -1,4 +1,4 @@
-"""The history of a job, step by step: how long each step took, what it consisted of, and which stand out."""
+"""Draws the history of a job step by step: the length of each step, its parts, and the steps that stand out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.arrays import Floats
 from headway.diagnosis.breakdown import NS_A_MS, PARTS, RankTime, rank_time
 from headway.diagnosis.communication import Communications
 from headway.report import words
-from headway.report.timeline import TIP_STYLE, dress
+from headway.report.timeline import TIP_STYLE, apply_style
 from headway.trace.format import Trace
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_BARS = 400
 MAX_OUTLIERS = 12
-MANY_STEPS = 4  # with fewer there is nothing that a step could stand out from
+MANY_STEPS = 4  # needed for a step to stand out
 STANDS_OUT = 0.10  # of the median step
 SPREADS = 4.0  # times the usual spread of steps
 
@@ -40,7 +40,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A step that took much longer than most; ``part`` grew most, by ``grew_ms`` averaged over ranks."""
+    """A step that took much longer than most. ``part`` grew most, by ``grew_ms`` averaged over ranks."""
 
     step: int
     max_ms: float
@@ -50,10 +50,10 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All recorded steps as at most MAX_BARS bars. ``parts`` names the numbers of each bar's ``parts_ms``.
+    """All recorded steps as at most MAX_BARS bars. ``parts`` are the names of the values in ``parts_ms``.
 
-    A step's length is that on its slowest rank; ``median_ms`` is the median over steps of these. ``outliers`` are
-    the longest first, ``outlying`` is how many there are before they are cut to MAX_OUTLIERS.
+    The length of a step is that on its slowest rank; ``median_ms`` is the median of these over steps. ``outliers`` are
+    sorted by length and limited to MAX_OUTLIERS; ``outlying`` counts all of them.
     """
 
     steps: int
@@ -66,7 +66,7 @@ class History:
 
 
 def rank_times(trace: Trace, steps: tuple[int, ...], rows: Communications) -> dict[int, RankTime]:
-    """Each rank's time over the recorded steps, as the diagnosis saw it."""
+    """Each rank's time over the recorded steps, as in the diagnosis."""
     return {
         rank: rank_time(rank, events, steps, rows.of_rank(rank))
         for rank, events in sorted(trace.events.items())
@@ -74,7 +74,7 @@ def rank_times(trace: Trace, steps: tuple[int, ...], rows: Communications) -> di
 
 
 def history(times: dict[int, RankTime], steps: tuple[int, ...], max_bars: int = MAX_BARS) -> History:
-    """Summarise ``times`` step by step; ``steps`` are the numbers of the recorded steps, at least one."""
+    """Summarises ``times`` step by step. ``steps`` are the numbers of the recorded steps, at least one."""
     lengths = np.stack([(time.step_end_ns - time.step_start_ns) / NS_A_MS for time in times.values()])
     longest, median = lengths.max(axis=0), np.median(lengths, axis=0)
     parts = sum((_parts(time) for time in times.values()), np.zeros((len(PARTS), len(steps)))) / len(times)
@@ -106,27 +106,27 @@ def history(times: dict[int, RankTime], steps: tuple[int, ...], max_bars: int = 
 
 
 def _parts(time: RankTime) -> Floats:
-    """One rank's parts of each step in milliseconds, in the order of PARTS; they add up to the step."""
-    own = {
+    """One rank's parts of each step in ms, shape (PARTS, steps); they add up to the step."""
+    parts = {
         "computation": time.per_step(time.forward) + time.per_step(time.backward),
         "exposed_communication": time.per_step(time.exposed),
         "straggler_wait": time.per_step(time.straggling),
         "input": time.per_step(time.input),
         "optimizer": time.per_step(time.optimizer),
     }
-    whole = time.step_end_ns - time.step_start_ns
-    own["rest"] = whole - np.sum(list(own.values()), axis=0)
-    return np.stack([own.get(part, np.zeros_like(whole)) for part in PARTS]) / NS_A_MS
+    total_ns = time.step_end_ns - time.step_start_ns
+    parts["rest"] = total_ns - np.sum(list(parts.values()), axis=0)
+    return np.stack([parts.get(part, np.zeros_like(total_ns)) for part in PARTS]) / NS_A_MS
 
 
 def _outlying(longest: Floats) -> npt.NDArray[np.int64]:
-    """The indices of the steps that are far longer than most, the longest first."""
+    """The indices of the steps that are far longer than most, longest first."""
     if len(longest) < MANY_STEPS:
         return np.zeros(0, dtype=np.int64)
     middle = np.median(longest)
     spread = 1.4826 * np.median(np.abs(longest - middle))
-    found = np.flatnonzero(longest > middle + max(SPREADS * spread, STANDS_OUT * middle))
-    return found[np.argsort(-longest[found], kind="stable")]
+    indices = np.flatnonzero(longest > middle + max(SPREADS * spread, STANDS_OUT * middle))
+    return indices[np.argsort(-longest[indices], kind="stable")]
 
 
 def _outlier(at: int, steps: tuple[int, ...], longest: Floats, parts: Floats) -> Outlier:
@@ -136,18 +136,18 @@ def _outlier(at: int, steps: tuple[int, ...], longest: Floats, parts: Floats) ->
 
 
 FIGURE_NAME = "history"
-_MOST_TIMES = 4.0  # the median step: what is longer is cut off at the top
+_MOST_TIMES = 4.0  # median steps: longer bars are cut off
 _LABELS = 12
 
 
 def top_ms(past: History) -> float:
-    """Up to where bars are drawn: a few very long steps must not flatten all others."""
+    """The upper end of the axis: a few very long steps must not flatten all others."""
     longest = max(bar.max_ms for bar in past.bars)
     return max(min(longest, _MOST_TIMES * past.median_ms), 1e-6)
 
 
 def history_chart(past: History, drawn: tuple[int, ...]) -> Figure:
-    """Draw ``past``; ``drawn`` are the numbers of the steps that the timeline shows, and to which a click leads."""
+    """Draws ``past``. ``drawn`` are the numbers of the steps in the timeline, which a click goes to."""
     from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NoOverlap, Range1d
     from bokeh.models.annotations import BoxAnnotation
     from bokeh.plotting import figure
@@ -207,14 +207,14 @@ def history_chart(past: History, drawn: tuple[int, ...]) -> Figure:
     plot.xaxis.major_label_overrides = {at: str(bars[at].step) for at in range(0, len(bars), every)}
     plot.xaxis.major_label_policy = NoOverlap(min_distance=8)
     plot.xaxis.axis_label, plot.yaxis.axis_label = "step", scale.unit
-    dress(plot)
+    apply_style(plot)
     plot.ygrid.visible = True
     plot.ygrid.grid_line_color = words.RULE
     return plot
 
 
 def _tip(past: History) -> str:
-    """What is shown where the pointer is: the step, and its parts with their colours."""
+    """The tooltip: the step, and its parts with their colours."""
     row = "<tr><td>{}</td><td style='text-align:right;padding-left:14px'>@{}</td></tr>"
     square = "display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px"
     swatch = f"<span style='{square};background:{{}}'></span>{{}}"

@@ -1,4 +1,4 @@
-"""What a page says of the job itself: facts, a title that tells two reports apart, and the tables of its parts."""
+"""Prepares the job's details for the HTML page: facts, title, memory picture, and the tables of its parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PASSES = ("gradients", "activations and temporary tensors")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPicture:
-    """What is drawn: areas (name, colour, outline, bytes at the peak), marks of time and of bytes, and the peak."""
+    """Areas (name, colour, outline, bytes at the peak), marks of time and bytes, and the peak (x, y, text)."""
 
     title: str
     areas: tuple[tuple[str, str, str, str], ...]
@@ -35,7 +35,7 @@ class MemoryPicture:
 
 
 def memory_picture(memory: StepMemory) -> MemoryPicture | None:
-    """The picture; None where only the peak is known."""
+    """The picture; None if only the peak is known."""
     peak = memory.peak
     if peak is None:
         return None
@@ -77,7 +77,7 @@ def memory_picture(memory: StepMemory) -> MemoryPicture | None:
 
 
 def peak_words(peak: MemoryPoint) -> str:
-    """In words, when most is held."""
+    """Says when the peak occurs."""
     if peak.what.startswith("gradient of "):
         return f"just before the {words.plain(peak.what, 80)} is complete"
     return f"in {words.plain(peak.what, 80)}" if peak.what else "at the start of forward"
@@ -88,7 +88,7 @@ def _y(size_bytes: float, up: float) -> float:
 
 
 def _outline(xs: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> str:
-    """The polygon between two curves that hold each value from the point before to its own."""
+    """The polygon between two step curves; each value holds from the previous point to its own."""
 
     def steps(ys: Sequence[float]) -> list[str]:
         corners = [(xs[0], ys[0])]
@@ -105,7 +105,7 @@ MAX_STAGES = 64
 
 
 class Fact(NamedTuple):
-    """Something about the job; ``is_code`` where people may paste it."""
+    """A fact about the job. ``is_code`` marks text to copy."""
 
     label: str
     text: str
@@ -113,7 +113,7 @@ class Fact(NamedTuple):
 
 
 class BucketRows(NamedTuple):
-    """The buckets that are listed, in the order of their launch; the others are no more exposed than these."""
+    """The listed buckets in launch order; the buckets left out are no more exposed than these."""
 
     listed: tuple[BucketTimes, ...]
     left_out: int
@@ -122,7 +122,7 @@ class BucketRows(NamedTuple):
 
 
 def job_values(diagnosis: Diagnosis) -> dict[str, Any]:
-    """What templates say of ``diagnosis``'s details; nothing of one that has none."""
+    """The template's values for the details of ``diagnosis``; only ``job: None`` without details."""
     details = diagnosis.details
     if details is None:
         return {"job": None}
@@ -136,13 +136,13 @@ def job_values(diagnosis: Diagnosis) -> dict[str, Any]:
         "first_modules": modules[:SHOWN_MODULES],
         "other_modules": modules[SHOWN_MODULES:],
         "modules_left_out": len(details.modules) - len(modules),
-        "keeps_known": any(module.kept_bytes is not None for module in details.modules),
+        "shows_kept_memory": any(module.kept_bytes is not None for module in details.modules),
         **_memory_values(details),
     }
 
 
 def facts(job: JobIdentity, steps: Sequence[int]) -> list[Fact]:
-    """The job in a few lines; what is not known is left out."""
+    """The job in a few lines, without unknown facts."""
     hosts = _listed(job.hosts, 4)
     where = f"{counted(job.world_size, 'rank')} on {counted(len(job.hosts), 'host')}"
     software = [f"{job.framework} {_listed(job.versions, 3)}".strip()]
@@ -150,7 +150,7 @@ def facts(job: JobIdentity, steps: Sequence[int]) -> list[Fact]:
     hardware = [_listed(job.devices, 4)] if job.devices else []
     hardware += [f"{counted(job.threads, 'thread')} a rank"] if job.threads else []
     hardware += [f"{counted(job.cores, 'core')} for all ranks of a host"] if job.cores else []
-    found = [
+    rows = [
         Fact("Command", words.plain(job.command, 2000), is_code=True),
         Fact("Recorded", _when(job.recorded_at)),
         Fact("Model", model_words(job)),
@@ -159,15 +159,15 @@ def facts(job: JobIdentity, steps: Sequence[int]) -> list[Fact]:
         Fact("Hardware", ", ".join(hardware)),
         Fact(
             "Plan in force",
-            plan_words(job.plan) or ("" if job.model_bytes == 0 else "none that Headway knows"),
+            plan_words(job.plan) or ("" if job.model_bytes == 0 else "none known to Headway"),
         ),
         Fact("In this trace", f"{_steps(steps)}; level of detail: {job.detail}"),
     ]
-    return [fact for fact in found if fact.text]
+    return [fact for fact in rows if fact.text]
 
 
 def page_title(job: JobIdentity | None, trace_name: str) -> str:
-    """What tells two reports apart: the trace, what was run, on how many ranks, under which plan, and when."""
+    """A title that distinguishes reports: trace, script, ranks, plan and date."""
     if job is None:
         return trace_name
     script = next((word for word in _words_of(job.command) if word.endswith(".py")), "")
@@ -177,7 +177,7 @@ def page_title(job: JobIdentity | None, trace_name: str) -> str:
 
 
 def model_words(job: JobIdentity) -> str:
-    """The model in a few words."""
+    """Summarises the model: class, parameters and bytes."""
     if not job.parameters:
         return job.model
     sizes = f"{_many(job.parameters)} parameters in {counted(job.parameter_tensors, 'tensor')}, "
@@ -188,16 +188,16 @@ def model_words(job: JobIdentity) -> str:
 
 def plan_words(plan: Mapping[str, Mapping[str, Any]]) -> str:
     """The strategies in force, with the options that are set."""
-    found = []
+    strategies = []
     for name, options in plan.items():
         chosen = ", ".join(f"{option}={value}" for option, value in options.items() if value is not None)
-        found.append(f"{name} ({words.plain(chosen, 300)})" if chosen else name)
-    return " and ".join(found)
+        strategies.append(f"{name} ({words.plain(chosen, 300)})" if chosen else name)
+    return " and ".join(strategies)
 
 
 def bucket_rows(buckets: Sequence[BucketTimes]) -> BucketRows:
-    """Of many buckets, those that are most exposed."""
-    most = sorted(buckets, key=lambda one: -one.exposed_ms)[:MAX_BUCKETS]
+    """Lists the buckets, or the MAX_BUCKETS most exposed ones."""
+    most = sorted(buckets, key=lambda bucket: -bucket.exposed_ms)[:MAX_BUCKETS]
     listed = (
         tuple(bucket for bucket in buckets if bucket in most)
         if len(buckets) > MAX_BUCKETS
@@ -206,13 +206,14 @@ def bucket_rows(buckets: Sequence[BucketTimes]) -> BucketRows:
     return BucketRows(
         listed=listed,
         left_out=len(buckets) - len(listed),
-        left_out_ms=sum(one.exposed_ms for one in buckets) - sum(one.exposed_ms for one in listed),
-        names_collectives=len({one.collective for one in buckets}) > 1,
+        left_out_ms=sum(bucket.exposed_ms for bucket in buckets)
+        - sum(bucket.exposed_ms for bucket in listed),
+        names_collectives=len({bucket.collective for bucket in buckets}) > 1,
     )
 
 
 def bucket_members(bucket: BucketTimes) -> str:
-    """How many parameters a bucket has, and which come first and last."""
+    """A bucket's number of parameters, and the first and last of them."""
     names = bucket.parameters
     if len(names) < 2:
         return "".join(names)
@@ -220,12 +221,12 @@ def bucket_members(bucket: BucketTimes) -> str:
 
 
 def _memory_values(details: Details) -> dict[str, Any]:
-    whole = details.memory[0] if len(details.memory) == 1 else None
-    picture = None if whole is None else memory_picture(whole)
-    peak = None if whole is None else whole.peak
+    single = details.memory[0] if len(details.memory) == 1 else None
+    picture = None if single is None else memory_picture(single)
+    peak = None if single is None else single.peak
     return {
         "memory": picture,
-        "memory_peak": "" if whole is None else format_bytes(whole.peak_bytes),
+        "memory_peak": "" if single is None else format_bytes(single.peak_bytes),
         "memory_when": "" if peak is None else peak_words(peak),
         "stage_memory": [] if picture is not None else details.memory[:MAX_STAGES],
     }
@@ -254,5 +255,5 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _when(moment: str) -> str:
-    """``2026-11-28 18:25 UTC`` of ``2026-11-28T18:25:01Z``."""
+    """Formats ``2026-11-28T18:25:01Z`` as ``2026-11-28 18:25 UTC``."""
     return f"{moment[:16].replace('T', ' ')} UTC" if moment else ""

@@ -1,4 +1,4 @@
-"""The HTML report: one file that works from disk and loads nothing from the network."""
+"""Writes the HTML report: one file that works from disk and loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from headway.trace.format import Trace
 from headway.units import counted, format_bytes, format_rate
 
 MAX_PATH_ROWS = 200
-LEAST_PATH_SHARE = 0.005  # of the step: what is shorter would be a row of 0 %
-MAX_ROWS = 500  # of any other table
-COMPACT_ABOVE = 16  # ranks: from here on bars stand side by side
+LEAST_PATH_SHARE = 0.005  # of the step: shorter pieces would be rows of 0 %
+MAX_ROWS = 500  # in any other table
+COMPACT_ABOVE = 16  # ranks: with more, bars stand side by side
 SCRIPTS = (
     "page.js",
     "theme.js",
@@ -63,15 +63,15 @@ HELP = (
 def write_html(
     trace: Trace, diagnosis: Diagnosis, path: str | Path, baseline: Baseline | None = None
 ) -> None:
-    """Write the report of ``diagnosis`` to ``path``, with what changed since ``baseline`` where there is one.
+    """Writes the report of ``diagnosis`` to ``path``, compared with ``baseline`` if given.
 
-    Raises UserError where Bokeh is not installed or the file cannot be written.
+    Raises UserError if Bokeh is not installed or the file cannot be written.
     """
     files.write_text(Path(path), render_html(trace, diagnosis, baseline))
 
 
 def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = None) -> str:
-    """The report as one HTML text. Whatever came from the trace is escaped, and can be shown."""
+    """Renders the report as one HTML text. All text from the trace is escaped and made printable."""
     require_bokeh()
     rows = match(trace, messages=True)
     drawing = draw(trace, diagnosis, rows=rows)
@@ -120,7 +120,7 @@ def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = 
 
 
 def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
-    """What the template says and how it words it, apart from the parts by rank and the timeline."""
+    """The template's values and formatting functions, except the parts by rank and the timeline."""
     clock = diagnosis.clock
     return {
         "diagnosis": diagnosis,
@@ -150,7 +150,7 @@ def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _path(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The pieces of the critical path that are listed, by their places: none that is less than half a percent of it."""
+    """The listed pieces of the critical path with their indices: those of at least half a percent of the step."""
     whole_ms = max(diagnosis.typical_step_ms, 1e-9)
     pieces = list(enumerate(diagnosis.critical_path))
     listed = [(at, piece) for at, piece in pieces if piece.ms >= LEAST_PATH_SHARE * whole_ms][:MAX_PATH_ROWS]
@@ -163,14 +163,14 @@ def _path(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _next_command(trace: Trace) -> str:
-    """What to type next; empty where the trace names no parameters, without which no plan can be made."""
+    """The suggested next command; empty if the trace has no parameters, which a plan needs."""
     return f"headway optimize {shlex.quote(str(trace.path))} -o plan.yaml" if trace.model.parameters else ""
 
 
 def _by_rank(trace: Trace, diagnosis: Diagnosis, drawing: Drawing, blamed: tuple[int, ...]) -> dict[str, Any]:
-    """The parts of each rank's mean step: which ranks are drawn, and which are listed first."""
+    """The template's values for the parts of each rank's mean step, and which ranks are drawn and listed first."""
     breakdown = {rank: parts.rounded() for rank, parts in diagnosis.breakdown.items()}
-    first, others = split_by_interest(diagnosis.breakdown, blamed)
+    first, following = split_by_interest(diagnosis.breakdown, blamed)
     longest_ms = max(max((sum(row.values()) for row in breakdown.values()), default=0.0), 1e-9)
     bars = [rank for rank in drawing.ranks if rank in breakdown]
     every = max(-(-len(bars) // 32), 1)
@@ -187,8 +187,8 @@ def _by_rank(trace: Trace, diagnosis: Diagnosis, drawing: Drawing, blamed: tuple
         "scale": scale,
         "part_headers": [f"#{words.part_label(part)}" for part in PARTS],
         "first_ranks": first,
-        "other_ranks": others[:MAX_ROWS],
-        "unlisted_ranks": max(len(others) - MAX_ROWS, 0),
+        "other_ranks": following[:MAX_ROWS],
+        "unlisted_ranks": max(len(following) - MAX_ROWS, 0),
         "bar_ranks": bars,
         "bar_labels": named - (close - set(near)),
         "compact": len(bars) > COMPACT_ABOVE,
@@ -215,7 +215,7 @@ def _tiles(trace: Trace, diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _ranks_tile(trace: Trace) -> tuple[str, str]:
-    """How many ranks there are; where the trace lacks some, which it has."""
+    """The number of ranks, or which ranks the trace has if some are missing."""
     present, world_size = len(trace.events), trace.world_size
     if present == world_size:
         return f"{world_size:,}", "ranks" if world_size != 1 else "rank"
@@ -227,8 +227,8 @@ def _ranks_tile(trace: Trace) -> tuple[str, str]:
 
 def _history_hint(past: History) -> str:
     parts = [
-        "All recorded steps: bars are the mean over ranks, dark caps reach from the median rank to the slowest.",
-        "Where the background is blue, click a step to show it in the timeline below.",
+        "All recorded steps: bars show the mean over ranks, dark caps reach from the median rank to the slowest.",
+        "Click a step on the blue background to show it in the timeline below.",
     ]
     if past.steps_a_bar > 1:
         parts.insert(1, f"Each bar shows the longest of {past.steps_a_bar} steps.")
@@ -241,19 +241,21 @@ def _history_hint(past: History) -> str:
 
 
 def _blamed_for(diagnosis: Diagnosis, blamed: tuple[int, ...]) -> str:
-    """In a few words, what the first of ``blamed`` did."""
+    """Says what the first of ``blamed`` did."""
     if not blamed:
         return ""
-    straggler = next((one for one in diagnosis.stragglers if one.rank == blamed[0]), None)
+    straggler = next((late for late in diagnosis.stragglers if late.rank == blamed[0]), None)
     if straggler is not None:
-        return f"holds the others up: {words.duration(straggler.cost_ms)} of each step"
-    finding = next(one for one in diagnosis.findings if one.stands_out and blamed[0] in one.ranks)
+        return f"delays the others by {words.duration(straggler.cost_ms)} of each step"
+    finding = next(
+        finding for finding in diagnosis.findings if finding.stands_out and blamed[0] in finding.ranks
+    )
     return (
         f"is to blame for {words.duration(finding.cost_ms)} of each step ({finding.cause.replace('_', ' ')})"
     )
 
 
 def _blamed_view(views: tuple[RankView, ...], blamed: tuple[int, ...]) -> int:
-    """The selection of ranks that shows the worst straggler best."""
+    """The index of the view that shows the worst straggler best."""
     holding = [at for at, view in enumerate(views) if blamed and blamed[0] in view.ranks]
     return holding[1] if len(holding) > 1 else 0

@@ -1,4 +1,4 @@
-"""A step of a pipeline as a picture: which micro-batch each rank works on when, and when it waits. Only the places."""
+"""Lays out one step of a pipeline as a picture: which micro-batch each rank works on over time, and when it waits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.units import counted
 MAX_RANKS, MAX_CELLS = 64, 4000
 WIDTH, MARGIN, LANE, GAP, AXIS = 1000.0, 64.0, 26.0, 6.0, 22.0
 TICKS = 6
-_DIGIT = 7.5  # the width of one
+_DIGIT = 7.5  # width of a digit
 _PASSES = (Kind.FORWARD_PASS, Kind.BACKWARD_PASS)
 
 
 class Cell(NamedTuple):
-    """What a rank does for a while; ``number`` is the micro-batch, "" of an update."""
+    """A stretch of one rank's work. ``number`` is the micro-batch, "" for an update."""
 
     rank: int
     what: str
@@ -32,7 +32,7 @@ class Cell(NamedTuple):
 class Box:
     """A cell in the picture's units.
 
-    ``text`` is shown inside, in the class ``ink``, where there is room; ``title`` is what it says.
+    ``text`` is shown inside with the CSS class ``ink`` if there is room; ``title`` is the tooltip.
     """
 
     x: float
@@ -46,7 +46,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePicture:
-    """All that is drawn: a lane a rank (``label``, ``y``), boxes, marks of time and the legend (words, colour)."""
+    """A lane per rank (label, y), boxes, time marks (x, label) and the legend (label, colour)."""
 
     title: str
     height: float
@@ -63,39 +63,39 @@ class PipelinePicture:
 
 
 def pipeline_picture(trace: Trace, step: int) -> PipelinePicture | None:
-    """The picture of ``step`` of a recorded pipeline; None for a trace of anything else."""
+    """The picture of ``step`` of a recorded pipeline; None if the job is no pipeline."""
     ranks = [rank for rank in sorted(trace.events) if trace.events[rank].stage.max(initial=-1) >= 0]
     cells = [cell for rank in ranks[:MAX_RANKS] for cell in cells_of(rank, _rows(trace, rank, step))]
     if not any(cell.number for cell in cells):
         return None
     shown = cells[:MAX_CELLS]
     drawn = sorted({cell.rank for cell in shown})
-    return _laid_out(shown, drawn, step, ranks_left_out=len(ranks) - len(drawn))
+    return _layout(shown, drawn, step, ranks_left_out=len(ranks) - len(drawn))
 
 
 def cells_of(rank: int, rows: Sequence[Event]) -> list[Cell]:
-    """What a rank does in a step, of its ``rows`` in the order of time.
+    """A rank's work in a step, from its ``rows`` in time order.
 
-    Of two backwards of a micro-batch the first computes gradients of inputs, the second those of weights.
+    If a micro-batch has two backwards, the first computes gradients of inputs, the second gradients of weights.
     """
-    found: list[tuple[tuple[str, int, int], int, int]] = []
+    spans: list[tuple[tuple[str, int, int], int, int]] = []
     for row in rows:
         key = (row.kind, row.stage, row.micro_batch)
-        if found and found[-1][0] == key:  # in pieces
-            found[-1] = (key, found[-1][1], row.end_ns)
+        if spans and spans[-1][0] == key:  # in pieces
+            spans[-1] = (key, spans[-1][1], row.end_ns)
         else:
-            found.append((key, row.start_ns, row.end_ns))
-    keys = [key for key, _, _ in found]
+            spans.append((key, row.start_ns, row.end_ns))
+    keys = [key for key, _, _ in spans]
     return [
         Cell(rank, _what(key, keys, place), f"{key[2]}" if key[2] >= 0 else "", start_ns, end_ns)
-        for place, (key, start_ns, end_ns) in enumerate(found)
+        for place, (key, start_ns, end_ns) in enumerate(spans)
     ]
 
 
 def _rows(trace: Trace, rank: int, step: int) -> list[Event]:
     rows: Iterator[Event] = iter(trace.events[rank].of_step(step).of_kind(*_PASSES, Kind.OPTIMIZER))
-    known = (row for row in rows if row.micro_batch >= 0 or row.kind == Kind.OPTIMIZER)
-    return sorted(known, key=lambda row: row.start_ns)
+    passes = (row for row in rows if row.micro_batch >= 0 or row.kind == Kind.OPTIMIZER)
+    return sorted(passes, key=lambda row: row.start_ns)
 
 
 def _what(key: tuple[str, int, int], keys: Sequence[tuple[str, int, int]], place: int) -> str:
@@ -109,7 +109,7 @@ def _what(key: tuple[str, int, int], keys: Sequence[tuple[str, int, int]], place
     return words.INPUT_GRADIENT if keys.index(key) == place else words.WEIGHT_GRADIENT
 
 
-def _laid_out(
+def _layout(
     cells: Sequence[Cell], ranks: Sequence[int], step: int, *, ranks_left_out: int
 ) -> PipelinePicture:
     begin_ns, end_ns = min(cell.start_ns for cell in cells), max(cell.end_ns for cell in cells)
@@ -129,7 +129,7 @@ def _laid_out(
             (MARGIN + (WIDTH - MARGIN) * part / TICKS, words.duration(length_ns * part / TICKS / 1e6))
             for part in range(TICKS + 1)
         ),
-        legend=tuple(each for each in words.PASS_COLOURS.items() if each[0] in used | {words.WAITING}),
+        legend=tuple(entry for entry in words.PASS_COLOURS.items() if entry[0] in used | {words.WAITING}),
         left_out=f"{counted(ranks_left_out, 'more rank')} not drawn." if ranks_left_out > 0 else "",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Predictions over world sizes as a picture."""
+"""Draws predicted step time and efficiency over world sizes (``headway predict --plot``)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def kind_of_picture(path: Path) -> str:
-    """The kind that the ending of ``path`` names. Raises UserError where it cannot be drawn here."""
+    """The picture format from the suffix of ``path``.
+
+    Raises UserError if the format is not supported or matplotlib is not installed.
+    """
     kind = path.suffix.lstrip(".").lower()
     if kind not in FORMATS:
-        expected = f"a name that ends with .{', .'.join(FORMATS)}"
-        raise UserError("--plot: unknown kind of picture", got=path.name, expected=expected)
+        expected = f"a file name ending in .{', .'.join(FORMATS)}"
+        raise UserError("--plot: unknown picture format", got=path.name, expected=expected)
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "--plot needs matplotlib, which is not installed", fix=f"Run: {how_to_install('plots')}."
@@ -31,9 +34,9 @@ def kind_of_picture(path: Path) -> str:
 
 
 def draw_scaling(predictions: Sequence[Prediction], title: str, path: Path) -> None:
-    """Step time and efficiency of every strategy over world sizes, written to ``path`` whole.
+    """Plots the step time and efficiency of every strategy over world sizes, and writes ``path`` atomically.
 
-    Raises UserError where the picture cannot be drawn here or has another ending than one of ``FORMATS``.
+    Raises UserError if matplotlib is not installed or the suffix is not one of ``FORMATS``.
     """
     kind = kind_of_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,10 +46,12 @@ def draw_scaling(predictions: Sequence[Prediction], title: str, path: Path) -> N
     FigureCanvasAgg(figure)
     times, efficiencies = figure.subplots(1, 2)
     for name in dict.fromkeys(prediction.strategy for prediction in predictions):
-        own = [each for each in predictions if each.strategy == name]
-        workers = [each.workers for each in own]
-        times.plot(workers, [each.step_ms for each in own], marker="o", label=name)
-        efficiencies.plot(workers, [100 * each.efficiency for each in own], marker="o", label=name)
+        of_strategy = [prediction for prediction in predictions if prediction.strategy == name]
+        workers = [prediction.workers for prediction in of_strategy]
+        times.plot(workers, [prediction.step_ms for prediction in of_strategy], marker="o", label=name)
+        efficiencies.plot(
+            workers, [100 * prediction.efficiency for prediction in of_strategy], marker="o", label=name
+        )
     _axes(times, "step (ms)")
     _axes(efficiencies, "efficiency (%)")
     efficiencies.set_ylim(0, 105)

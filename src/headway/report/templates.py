@@ -1,4 +1,4 @@
-"""The pages' templates, in which whatever comes from outside is escaped, their own files, and their figures."""
+"""Renders the pages' Jinja templates: escapes all text, and inlines styles, scripts and Bokeh figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def template(name: str) -> Template:
-    """The template of that name; text is escaped in it, and shown to its last character."""
+    """Loads a template. Text is escaped, and characters that cannot be shown are replaced."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -28,25 +28,25 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def own_file(name: str) -> str:
-    """The text of a file of this package."""
+def package_file(name: str) -> str:
+    """Reads a text file of this package."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def page_with_figures(
     name: str, scripts: Sequence[str], figures: Mapping[str, Any], data: Mapping[str, Any], **values: Any
 ) -> str:
-    """The template ``name``, with Bokeh's ``figures`` by the names of their elements, as one text that loads nothing.
+    """Renders the template ``name`` as one self-contained HTML text, with Bokeh ``figures`` by element name.
 
-    ``scripts`` are files of this package's folder of that name, in their order; ``data`` is what they start from.
+    ``scripts`` are files of the folder ``scripts``, in this order; ``data`` is the JSON that they start from.
     """
     from markupsafe import Markup
 
     return template(name).render(
         **values,
         version=__version__,
-        css=Markup(own_file("page.css")),
-        scripts=Markup("\n".join(own_file(f"scripts/{script}") for script in scripts)),
+        css=Markup(package_file("page.css")),
+        scripts=Markup("\n".join(package_file(f"scripts/{script}") for script in scripts)),
         page_json=Markup(script_json({**data, "dark": words.DARK})),
         figures={element: Markup(_figure_json(figure)) for element, figure in figures.items()},
         bokeh_js=Markup(_bokeh_js()),
@@ -54,7 +54,7 @@ def page_with_figures(
 
 
 def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that is safe inside a script element."""
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -64,7 +64,7 @@ def _showable(value: Any) -> Any:
 
 
 def _together(text: str) -> Any:
-    """``text``, in which no line breaks between a number and its unit."""
+    """Wraps quantities in ``text`` so that no line breaks between a number and its unit."""
     from markupsafe import Markup, escape
 
     parts = words.QUANTITY.split(words.plain(text))
@@ -82,7 +82,7 @@ def _figure_json(figure: Any) -> str:
 
 
 def _bokeh_js() -> str:
-    """BokehJS inlined; only the part of it that draws figures."""
+    """The inlined part of BokehJS that draws figures."""
     from bokeh.resources import Resources
 
     return str(Resources(mode="inline", minified=True, components=["bokeh"]).render_js())

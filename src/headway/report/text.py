@@ -1,4 +1,4 @@
-"""The text report for terminals: the verdict on its first line, then tables."""
+"""Prints a diagnosis as text for terminals, and as Markdown for pull requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ MAX_PATH = 24
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print ``diagnosis``. What came from the trace is shown as plain text, never as markup or control."""
+    """Prints the verdict, findings, notes and tables of ``diagnosis``.
+
+    Text from the trace is printed as plain text, never as markup or control characters.
+    """
     console.print(Text(plain(diagnosis.verdict), style="bold"), soft_wrap=True)
     for finding in diagnosis.findings:
         if finding.stands_out and finding.sentence.rstrip(".") not in diagnosis.verdict:
@@ -52,7 +55,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _print(console: Console, table: Table) -> None:
-    """Print ``table`` below its title, which a narrow table would wrap."""
+    """Prints the title above ``table`` itself, because a narrow table would wrap it."""
     title, table.title = table.title, None
     if title is not None:
         console.print(Text(str(title), style="bold"), soft_wrap=True)
@@ -60,7 +63,7 @@ def _print(console: Console, table: Table) -> None:
 
 
 def _table(title: str, *columns: tuple[str, bool]) -> Table:
-    """A table; each column has a header, and whether it holds numbers."""
+    """A table with columns (header, is numeric)."""
     table = Table(title=title, box=None, pad_edge=False)
     for header, number in columns:
         table.add_column(header, justify="right" if number else "left", header_style="dim", overflow="fold")
@@ -77,11 +80,11 @@ def _breakdown(diagnosis: Diagnosis) -> Table:
 
 
 def _stragglers(diagnosis: Diagnosis) -> Table:
-    told = any(finding.cause == "straggler" and finding.stands_out for finding in diagnosis.findings)
+    is_reported = any(finding.cause == "straggler" and finding.stands_out for finding in diagnosis.findings)
     table = _table(
-        "Stragglers" if told else "Ranks that others wait for",
+        "Stragglers" if is_reported else "Ranks that other ranks wait for",
         ("rank", True),
-        ("cost to the others, ms a step", True),
+        ("cost to others, ms per step", True),
         ("cause", False),
     )
     for straggler in diagnosis.stragglers:
@@ -90,17 +93,21 @@ def _stragglers(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _print_averaging(found: Averaging, console: Console) -> None:
-    """What is trained otherwise, groups in a sentence, and a line a rank."""
-    console.print(Text(plain(f"What is trained: {found.changes_training}.")), soft_wrap=True)
-    console.print(Text(plain(found.describe())), soft_wrap=True)
+def _print_averaging(averaging: Averaging, console: Console) -> None:
+    """Prints how training changes, a summary of the groups, and a table of ranks."""
+    console.print(Text(plain(f"Change to the training: {averaging.changes_training}.")), soft_wrap=True)
+    console.print(Text(plain(averaging.describe())), soft_wrap=True)
     table = _table(
-        "Groups, ms a step", ("rank", True), ("stands still", True), ("until the group begins", True),
+        "Averaging groups, ms per step", ("rank", True), ("blocked", True), ("until the group begins", True),
         ("others wait for it", True),
     )  # fmt: skip
-    for rank in list(found.standing_ms)[:MAX_RANKS]:
-        own = (found.standing_ms[rank], found.forming_ms[rank], found.waited_for_ms.get(rank, 0.0))
-        table.add_row(str(rank), *(f"{value:.2f}" for value in own))
+    for rank in list(averaging.standing_ms)[:MAX_RANKS]:
+        values = (
+            averaging.standing_ms[rank],
+            averaging.forming_ms[rank],
+            averaging.waited_for_ms.get(rank, 0.0),
+        )
+        table.add_row(str(rank), *(f"{value:.2f}" for value in values))
     _print(console, table)
 
 
@@ -117,7 +124,7 @@ def _links(diagnosis: Diagnosis) -> Table:
 
 
 def _short(name: str) -> str:
-    """A name that fits a line: kernels' have templates of hundreds of characters."""
+    """Shortens a name to fit a line: kernel names may have hundreds of characters."""
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
@@ -133,23 +140,26 @@ def _path(diagnosis: Diagnosis) -> Table:
 
 
 MAX_MARKDOWN_RANKS = 16
-MOST_CHARACTERS = 2000  # of a sentence or a note
+MOST_CHARACTERS = 2000  # per sentence or note
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~<>&@$-]|(?<=\d)\.(?=\s))")
-# GitHub looks for mentions, references, addresses and emoji in what is left when backslashes have been read.
+# GitHub finds mentions, references, addresses and emoji after it has processed backslashes.
 _REFERRING = re.compile(r"([@#]|:(?=\S)|\bwww(?=\.)|\bGH(?=-))", re.IGNORECASE)
-_GAP = "\u200b"  # no character of the text itself: it is not printable
+_GAP = "\u200b"  # never part of the text itself, because it is not printable
 
 
 def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
-    """The summary. What came from the trace is escaped: it cannot become a link, an image, a mention or a tag."""
+    """Renders a Markdown summary. Text from the trace is escaped: it cannot become a link, image, mention or tag."""
     lines = []
     if comparison is not None:
         lines += [f"**{'❌' if comparison.regressed else '✅'} {_escaped(comparison.sentence)}**", ""]
     lines += [f"**{_escaped(diagnosis.verdict)}**", ""]
     standing = [finding for finding in diagnosis.findings if finding.stands_out]
     if len(standing) > 1:
-        rows = [(one.cause.replace("_", " "), _ms(one.cost_ms), _ranks(one.ranks)) for one in standing]
-        lines += [*_markdown_table(("Finding", "Cost, ms a step", "Ranks"), rows), ""]
+        rows = [
+            (finding.cause.replace("_", " "), _ms(finding.cost_ms), _ranks(finding.ranks))
+            for finding in standing
+        ]
+        lines += [*_markdown_table(("Finding", "Cost, ms per step", "Ranks"), rows), ""]
     lines += [*_markdown_breakdown(diagnosis, comparison), ""]
     if diagnosis.notes:
         lines += ["<details><summary>Before you trust the numbers</summary>", ""]
@@ -159,7 +169,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
 
 
 def _markdown_breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]:
-    """The slowest ranks' mean steps, in parts, and by how much the mean over all ranks changed."""
+    """The mean steps of the slowest ranks in parts, and the change of the mean over all ranks."""
     ranks = sorted(diagnosis.breakdown, key=lambda rank: -diagnosis.breakdown[rank].computation)[
         :MAX_MARKDOWN_RANKS
     ]
@@ -170,16 +180,16 @@ def _markdown_breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> 
         rows.append((str(rank), *(_ms(getattr(parts, part)) for part in PARTS), _ms(parts.total_ms)))
     if comparison is not None:
         changes = (f"{comparison.parts_ms[part]:+.2f}" for part in PARTS)
-        whole = f"{comparison.step_ms - comparison.baseline_step_ms:+.2f}"
-        rows.append(("change", *changes, whole))
+        total = f"{comparison.step_ms - comparison.baseline_step_ms:+.2f}"
+        rows.append(("change", *changes, total))
     lines = [
-        f"Headway diagnosis: mean step of {len(diagnosis.steps)} recorded, in ms",
+        f"Headway diagnosis: mean of {len(diagnosis.steps)} recorded steps, in ms",
         "",
         *_markdown_table(header, rows),
     ]
     if len(diagnosis.breakdown) > len(ranks):
         lines.append(
-            f"\nThe {len(ranks)} of {len(diagnosis.breakdown)} ranks that compute longest are listed."
+            f"\nOnly the {len(ranks)} of {len(diagnosis.breakdown)} ranks that compute longest are listed."
         )
     return lines
 
@@ -202,6 +212,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Plain text on one line: what Markdown, HTML or GitHub would read as its own is escaped or broken up."""
+    """Plain text on one line: Markdown, HTML and GitHub syntax is escaped or broken up."""
     broken = _REFERRING.sub(rf"\1{_GAP}", one_line(text, limit=MOST_CHARACTERS))
     return _SPECIAL.sub(r"\\\1", broken).replace(_GAP, "&#8203;")

@@ -1,6 +1,6 @@
-"""The timeline of all ranks as a Bokeh figure: zoom with the wheel, move by dragging, hover for details.
+"""Draws the timeline of all ranks as a Bokeh figure: zoom with the wheel, pan by dragging, hover for details.
 
-The page's scripts find its parts by their names: ``timeline``, ``boxes``, ``pending``, ``path``, ``band``, ``hit``.
+The page's scripts find its parts by name: ``timeline``, ``boxes``, ``pending``, ``path``, ``band``, ``hit``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from headway.report.history import Bar, History
 
 
-PITCH = 2.0  # from one rank to the next
+PITCH = 2.0  # distance between ranks
 _COMPUTE_HALF = 0.46
 _COMMUNICATION_AT, _COMMUNICATION_HEIGHT = -0.86, 0.56
-_ABOVE, _BELOW = 0.68, 1.32  # together a pitch, so that whole pixels a rank are whole pixels on the screen
+_ABOVE, _BELOW = 0.68, 1.32  # together one pitch, so that a rank takes a whole number of pixels
 _RANK_PX, _ROWS_PX, _MANY_ROWS_PX = 58, 580, 780
-_LABEL_PX = 14  # what a label of a rank needs
+_LABEL_PX = 14  # height of a rank's label
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Rows for these ranks in this order. Lengths are in rows' units; 0 is the middle of the first rank's compute."""
+    """The rows of these ranks, in this order. Lengths are in row units; 0 is the middle of the first compute row."""
 
     ranks: tuple[int, ...]
     lanes: int
@@ -47,7 +47,7 @@ class Layout:
     def span(self, box: Box, shared: bool) -> tuple[float, float]:
         """Bottom and top of ``box``, from the middle of its rank's compute row.
 
-        ``shared`` is whether operators are drawn in the lower half of that row.
+        ``shared`` says whether operators take the lower half of that row.
         """
         if box.row == COMMUNICATION:
             middle, half = self.lane_at(box.lane), _COMMUNICATION_HEIGHT / self.lanes / 2
@@ -61,22 +61,22 @@ class Layout:
         return _COMMUNICATION_AT + (0.5 * (self.lanes - 1) - lane) * _COMMUNICATION_HEIGHT / self.lanes
 
     def path_at(self, communicating: bool) -> float:
-        """Where the critical path runs, from the middle of its rank's compute row."""
+        """The height of the critical path, from the middle of its rank's compute row."""
         return _COMMUNICATION_AT - _COMMUNICATION_HEIGHT / 2 if communicating else -_COMPUTE_HALF
 
     @property
     def band(self) -> tuple[float, float]:
-        """Bottom and top of all that belongs to a rank, from the middle of its compute row."""
+        """Bottom and top of a rank's rows, from the middle of its compute row."""
         return -PITCH + 0.7, 0.64
 
     @property
     def y_range(self) -> tuple[float, float]:
-        """From the lowest row's end to the highest's."""
+        """Bottom and top of all rows."""
         return -PITCH * (len(self.ranks) - 1) - _BELOW, _ABOVE
 
     @property
     def rank_px(self) -> int:
-        """How high one rank is drawn: whole pixels, or rows would come out uneven."""
+        """The height of one rank in whole pixels; otherwise rows would differ in height."""
         most = _ROWS_PX if len(self.ranks) <= 64 else _MANY_ROWS_PX
         return max(min(_RANK_PX, most // len(self.ranks)), 1)
 
@@ -87,27 +87,27 @@ class Layout:
 
     @property
     def height_px(self) -> int:
-        """How high all are drawn, without the axes."""
+        """The height of all ranks in pixels, without the axes."""
         return self.rank_px * len(self.ranks)
 
     def labels(self) -> list[tuple[float, str]]:
-        """Which rows are labelled, and how. The blamed ranks always are; others where there is room."""
+        """The positions and texts of the labels. Blamed ranks always have one; others if there is room."""
         places = self.places()
         every = -(-_LABEL_PX // self.rank_px)
         marked = [index for index, rank in enumerate(self.ranks) if rank in self.blamed]
-        found = []
+        labels = []
         for index, rank in enumerate(self.ranks):
             if index in marked:
-                found.append((places[rank], f"▸ rank {rank}"))
+                labels.append((places[rank], f"▸ rank {rank}"))
             elif index % every == 0 and all(abs(index - mark) >= every for mark in marked):
-                found.append((places[rank], f"rank {rank}"))
+                labels.append((places[rank], f"rank {rank}"))
             if self.rank_px >= 2.4 * _LABEL_PX:
-                found.append((places[rank] + _COMMUNICATION_AT, "network"))
-        return found
+                labels.append((places[rank] + _COMMUNICATION_AT, "network"))
+        return labels
 
 
 class Table:
-    """Texts that columns refer to by number, each held once."""
+    """Distinct texts that columns refer to by number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -123,15 +123,15 @@ class Table:
 
 
 def timeline_columns(drawing: Drawing, layout: Layout) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The boxes as columns of numbers, and the tables of texts that ``kind``, ``name``, ``detail`` and ``step`` number.
+    """The boxes as numeric columns, and the tables of texts for ``kind``, ``name``, ``detail`` and ``step``.
 
-    ``bottom`` and ``top`` are where a box lies while all ranks are shown.
+    ``bottom`` and ``top`` are a box's position while all ranks are shown.
     """
     tables = {name: Table() for name in ("kind", "name", "detail", "step")}
     boxes, places = drawing.boxes, layout.places()
     shared = {(box.rank, box.step) for box in boxes if box.row == OPERATORS}
     spans = [layout.span(box, (box.rank, box.step) in shared) for box in boxes]
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "left": np.array([box.start_ms for box in boxes], dtype=np.float64),
         "right": np.array([box.end_ms for box in boxes], dtype=np.float64),
         "bottom": np.array(
@@ -146,13 +146,13 @@ def timeline_columns(drawing: Drawing, layout: Layout) -> tuple[dict[str, Any], 
         "detail": np.array([tables["detail"].number(box.detail) for box in boxes], dtype=np.int32),
         "step": np.array([tables["step"].number(str(box.step)) for box in boxes], dtype=np.int32),
     }
-    return found, {name: table.texts for name, table in tables.items()}
+    return columns, {name: table.texts for name, table in tables.items()}
 
 
 def page_data(
     drawing: Drawing, tables: dict[str, list[str]], past: History, views: tuple[RankView, ...], layout: Layout
 ) -> dict[str, Any]:
-    """What the scripts start from: names, steps, bars of the history, and the selections of ranks."""
+    """The data for the scripts: names, steps, bars of the history, and views of ranks."""
     numbers = [step for step, _, _ in drawing.steps]
     at = {step: index for index, step in enumerate(numbers)}
     return {
@@ -168,7 +168,7 @@ def page_data(
 
 
 def opening_view(drawing: Drawing) -> tuple[float, float]:
-    """The stretch of time that the timeline shows at first, in milliseconds."""
+    """The time range that the timeline shows first, in milliseconds."""
     start, end = drawing.view_ms
     low, high = time_bounds(drawing)
     margin = 0.01 * (end - start)
@@ -178,19 +178,19 @@ def opening_view(drawing: Drawing) -> tuple[float, float]:
 
 
 def time_bounds(drawing: Drawing) -> tuple[float, float]:
-    """How far the timeline's view may be moved."""
+    """The limits of the timeline's view, in milliseconds."""
     margin = 0.02 * max(drawing.length_ms, 1e-3)
     return -margin, drawing.length_ms + margin
 
 
 def _drawn(bar: Bar, numbers: list[int]) -> tuple[int, int]:
-    """Which of the drawn steps a bar stands for, by their places; the end is exclusive."""
+    """The range of drawn steps that a bar stands for, as indices; the end is exclusive."""
     first, last = bar.of_steps
     return bisect_left(numbers, first), bisect_right(numbers, last)
 
 
-def _view(view: RankView, whole: Layout) -> dict[str, Any]:
-    layout = Layout(view.ranks, whole.lanes, whole.blamed)
+def _view(view: RankView, full: Layout) -> dict[str, Any]:
+    layout = Layout(view.ranks, full.lanes, full.blamed)
     return {
         "ranks": list(view.ranks),
         "height": layout.height_px,
@@ -212,7 +212,7 @@ _TIP = f"""<div style="{TIP_STYLE}"><b>@what</b><br>@took, from @from<br>@where<
 
 
 def require_bokeh() -> None:
-    """Raise UserError where the library that draws is not installed."""
+    """Raises UserError if Bokeh, which draws the figures, is not installed."""
     try:
         import bokeh  # noqa: F401
     except ImportError:
@@ -222,9 +222,9 @@ def require_bokeh() -> None:
 
 
 def timeline(drawing: Drawing, layout: Layout, columns: dict[str, Any], kinds: list[str]) -> LayoutDOM:
-    """Draw ``columns`` of boxes: rows for each rank, and below them an overview whose frame can be dragged.
+    """Draws ``columns`` of boxes as rows per rank, and below them an overview with a frame to drag.
 
-    ``kinds`` are the kinds of events by the numbers in the column ``kind``.
+    ``kinds`` are the kinds of events that the column ``kind`` numbers.
     """
     from bokeh.layouts import column
     from bokeh.models import Range1d
@@ -295,12 +295,12 @@ def _rows(
     plot.yaxis.major_label_overrides = dict(labels)
     for axis in plot.below:
         axis.update(axis_label="milliseconds", major_label_policy=NoOverlap(min_distance=12))
-    dress(plot)
+    apply_style(plot)
     return plot
 
 
 def _band(plot: Figure, layout: Layout) -> None:
-    """A tint behind the rows of the blamed ranks, from one side to the other."""
+    """Tints the background of the blamed ranks' rows."""
     from bokeh.models import ColumnDataSource
 
     places = layout.places()
@@ -318,7 +318,7 @@ def _band(plot: Figure, layout: Layout) -> None:
 
 
 def _steps(plot: Figure, drawing: Drawing, top: float) -> None:
-    """A line where each step begins and where the last ends, and the steps' numbers above."""
+    """Draws a line at each step's start and at the last end, and the steps' numbers above."""
     from bokeh.models import FixedTicker, LinearAxis, NoOverlap
 
     borders = [*(start for _, start, _ in drawing.steps), *(end for _, _, end in drawing.steps[-1:])]
@@ -335,7 +335,7 @@ def _steps(plot: Figure, drawing: Drawing, top: float) -> None:
 
 
 def _pending(plot: Figure, drawing: Drawing, layout: Layout) -> None:
-    """Thin lines from when communication was requested to when it began."""
+    """Draws thin lines from the request of communication to its start."""
     from bokeh.models import ColumnDataSource
 
     places = layout.places()
@@ -356,7 +356,7 @@ def _pending(plot: Figure, drawing: Drawing, layout: Layout) -> None:
 
 
 def _path(plot: Figure, drawing: Drawing, layout: Layout) -> None:
-    """The critical path: a line along the rows, which goes up or down where it changes rank or stream."""
+    """Draws the critical path as a line along the rows; it moves up or down where it changes rank or stream."""
     from bokeh.models import ColumnDataSource
 
     places = layout.places()
@@ -408,13 +408,13 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
     tool.overlay.fill_color, tool.overlay.fill_alpha = "#3f7fb5", 0.18
     plot.add_tools(tool)
     plot.axis.visible = False
-    dress(plot)
-    plot.min_border_right = _RIGHT_PX + 30  # the rows above have their tools there
+    apply_style(plot)
+    plot.min_border_right = _RIGHT_PX + 30  # the toolbar of the rows above takes this space
     return plot
 
 
-def dress(plot: Figure) -> None:
-    """The style that all of the page's figures share."""
+def apply_style(plot: Figure) -> None:
+    """Applies the style that all figures share."""
     plot.min_border_left, plot.min_border_right = _LEFT_PX, _RIGHT_PX
     plot.grid.visible = False
     plot.outline_line_color = words.RULE

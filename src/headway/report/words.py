@@ -1,4 +1,4 @@
-"""Numbers and foreign text as the page shows them."""
+"""Labels, colours and formatting for reports: durations, units, and text from traces made safe to show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PART_COLOURS = {
 GROUP_COLOURS = (
     "#3f7fb5", "#d1495b", "#2a9d8f", "#8a6bb1", "#ee8434", "#5b7f2b", "#7c4a1e", "#4b5563",
 )  # fmt: skip
-"""Of groups of ranks, by their numbers."""
+"""Colours of averaging groups, by number."""
 
 KIND_LABELS = {
     Kind.INPUT: "input",
@@ -88,13 +88,13 @@ PASS_COLOURS = {
     UPDATE_PASS: "#8a6bb1",
     WAITING: "#f7dfe2",
 }
-PALE_PASSES = (FORWARD_PASS, WEIGHT_GRADIENT)  # on which dark words stand out
+PALE_PASSES = (FORWARD_PASS, WEIGHT_GRADIENT)  # need dark text
 PENDING_COLOUR = "#b9c4c2"
 PATH_COLOUR = "#111827"
 UNKNOWN_COLOUR = "#9aa1ab"
-BLAMED_COLOUR = "#fdeedd"  # behind the rows of the rank that is blamed
+BLAMED_COLOUR = "#fdeedd"  # background of the blamed rank
 BLAMED_EDGE = "#e59a45"
-HIT_COLOUR = "#b3261e"  # around the hit of a search, and where a step stands out
+HIT_COLOUR = "#b3261e"  # frames search hits, marks outlier steps
 STEP_BORDER, AXIS = "#8a94a0", "#c3cad3"
 DRAWN_STEPS, EVEN_STEP, ODD_STEP = "#e8f0f7", "#dde4ec", "#eef2f6"
 INK, MUTED, RULE, ACCENT = "#1f2933", "#5f6975", "#e3e7ec", "#2f6690"
@@ -111,7 +111,7 @@ DARK = {
     EVEN_STEP: "#2f3a46",
     ODD_STEP: "#242d37",
 }
-"""What stands for colours of figures where the reader has asked for dark pages."""
+"""Replacements for the figures' colours in dark mode."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
@@ -123,17 +123,17 @@ _SHORT_LABELS = {
 
 
 def part_label(part: str) -> str:
-    """The words for a part of the step."""
+    """The label of a part of the step."""
     return PART_LABELS.get(part, part.replace("_", " ").capitalize())
 
 
 def short_label(part: str) -> str:
-    """The words for a part of the step where a column is narrow."""
+    """The label of a part of the step for narrow columns."""
     return _SHORT_LABELS.get(part, part.replace("_", " "))
 
 
 def kind_label(kind: str) -> str:
-    """The words for a kind of event."""
+    """The label of a kind of event."""
     return KIND_LABELS.get(kind, kind.replace("_", " "))
 
 
@@ -142,32 +142,32 @@ def kind_colour(kind: str) -> str:
     return KIND_COLOURS.get(kind, UNKNOWN_COLOUR)
 
 
-MAX_NAME = 200  # characters of a foreign name that the page holds
+MAX_NAME = 200  # characters of a name from a trace
 
 _UNITS_MS = ((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms"), (1e3, "s"))
 QUANTITY = re.compile(r"((?<![\w.])[+-]?\d[\d.,]* (?:%|(?:[kMGT]?i?B|[nµum]?s|min|[kMGT]?bit/s)\b))")
-"""A number and its unit, which belong on one line."""
+"""A number with its unit, which should stay on one line."""
 _BLANKS = re.compile(r"[\t\n\v\f\r\x85\u2028\u2029]")
-# Control characters, marks that turn the direction of what follows, halves of surrogate pairs.
+# Control characters, bidirectional marks, lone surrogates.
 _UNSHOWABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 
 
 class Scale(NamedTuple):
-    """One unit for a whole table or axis: ``ms * factor`` is in ``unit``."""
+    """The common unit of a table or axis: ``ms * factor`` is in ``unit``."""
 
     factor: float
     unit: str
     decimals: int
 
     def __call__(self, ms: float) -> str:
-        """The number alone, without its unit."""
+        """The number without its unit."""
         return f"{ms * self.factor:.{self.decimals}f}"
 
 
 def duration(ms: float) -> str:
-    """A duration with three digits that count, in the unit people would use: ``340 µs``, ``2 min 5 s``."""
+    """Formats a duration with three significant digits in a natural unit: ``340 µs``, ``2 min 5 s``."""
     size = abs(ms)
     if size == 0:
         return "0 ms"
@@ -175,14 +175,14 @@ def duration(ms: float) -> str:
         if size < 999.5 * scale:
             return f"{_three_digits(ms / scale) if unit != 'ns' else f'{ms / scale:.0f}'} {unit}"
     sign, seconds = "-" if ms < 0 else "", round(size / 1e3)
-    for most, whole, part, big, small in ((3600, 60, 1, "min", "s"), (48 * 3600, 3600, 60, "h", "min")):
+    for most, major_s, part, big, small in ((3600, 60, 1, "min", "s"), (48 * 3600, 3600, 60, "h", "min")):
         if seconds < most:
-            return f"{sign}{seconds // whole} {big} {seconds % whole // part} {small}"
+            return f"{sign}{seconds // major_s} {big} {seconds % major_s // part} {small}"
     return f"{sign}{seconds // 86400} days"
 
 
 def scale(longest_ms: float) -> Scale:
-    """The unit in which numbers up to ``longest_ms`` are compared with each other."""
+    """The common unit for numbers up to ``longest_ms``."""
     for a_unit, unit in _UNITS_MS[1:]:
         if longest_ms < 9_999.5 * a_unit or unit == "s":
             value = longest_ms / a_unit
@@ -191,22 +191,22 @@ def scale(longest_ms: float) -> Scale:
 
 
 def plain(text: str, limit: int | None = None) -> str:
-    """Foreign text as one line that shows every character: what cannot be shown becomes U+FFFD."""
+    """Text from a trace as one printable line: characters that cannot be shown become U+FFFD."""
     text = _UNSHOWABLE.sub("\ufffd", _BLANKS.sub(" ", text if limit is None else text[: limit + 1]))
     return text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def runs(numbers: Iterable[int], most: int = 4) -> str:
-    """Numbers in order as runs: ``0-7, 12``. Empty where that would take more than ``most`` runs."""
-    found: list[list[int]] = []
+    """Formats numbers as sorted runs: ``0-7, 12``. Empty if that takes more than ``most`` runs."""
+    spans: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    if len(found) > most:
+            spans.append([number, number])
+    if len(spans) > most:
         return ""
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def _three_digits(value: float) -> str:

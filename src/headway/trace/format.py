@@ -12,7 +12,7 @@ from pydantic import AliasChoices, AwareDatetime, BaseModel, ConfigDict, Field, 
 
 from headway.cluster import Cluster
 from headway.model import ModelSpec
-from headway.notebook import shown
+from headway.notebook import table_html
 from headway.trace.events import Events
 from headway.units import format_bytes
 from headway.version import __version__
@@ -225,7 +225,7 @@ class Trace:
         """What a notebook shows of it: how many ranks and steps, and each rank."""
         strategies = sorted({name for info in self.manifest.ranks for name in info.strategy})
         under = f" under {' and '.join(strategies)}" if strategies else ""
-        return shown(
+        return table_html(
             f"{len(self.steps)} steps of {len(self.events)} of {self.world_size} ranks{under}, "
             f"{len(self.model.parameters)} parameters in {format_bytes(self.model.size_bytes)}",
             ("rank", "host", "backend", "events"),

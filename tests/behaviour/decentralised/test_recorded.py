@@ -64,7 +64,7 @@ def test_rounds_are_recorded_diagnosed_and_drawn(
     assert '<svg id="distances"' in page
     assert "every rank trains a model of its own" in page
     assert run(["diagnose", str(folder)]) == 0
-    assert "What is trained" in capsys.readouterr().out
+    assert "Change to the training" in capsys.readouterr().out
     for command in ("replay", "optimize"):
         assert run([command, str(folder)]) == 2
         assert "average their models in groups" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_two_a100(tmp_path: Path) -> None:
     assert set(idle.name.tolist()) == {"launching"}
     assert 150 < idle.duration_ns.sum() / 3e6 < 180
     assert found.verdict.startswith("The device is idle for 16")
-    assert "because its host does not launch work fast enough" in found.verdict
+    assert "because the host does not launch work fast enough" in found.verdict
 
 
 def test_eight_mi300(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// Keys, buttons, rows of tables and bars of the history, all of which move the timeline's view.
+// Keys, buttons, table rows and history bars that move the timeline's view.
 "use strict";
 
 const controls = (() => {
@@ -42,7 +42,7 @@ const controls = (() => {
     actions[action]();
   }
 
-  // Whoever asks from elsewhere on the page is to see what moved.
+  // Scrolls to the timeline, for requests from elsewhere on the page.
   function lookAt(start, end) {
     view.show(start, end);
     document.getElementById("timeline").scrollIntoView({block: "nearest"});
@@ -57,18 +57,18 @@ const controls = (() => {
   }
 
   function lookAtStep(label, drawn) {
-    const told = document.getElementById("history-told");
+    const status = document.getElementById("history-told");
     const {steps} = page;
     if (drawn < 0) {
-      told.textContent = `Step ${label} is not drawn in the timeline; steps ${steps[0][0]} to ${steps.at(-1)[0]} are.`;
+      status.textContent = `Step ${label} is not drawn in the timeline; steps ${steps[0][0]} to ${steps.at(-1)[0]} are.`;
       return;
     }
-    told.textContent = `The timeline shows step ${label}.`;
+    status.textContent = `The timeline shows step ${label}.`;
     view.step(drawn);
     document.getElementById("timeline").scrollIntoView({block: "nearest"});
   }
 
-  // One stop for Tab, arrows go from row to row.
+  // Tab stops once per table; arrow keys move between rows.
   function rowsOf(table, act) {
     const rows = Array.from(table.tBodies[0].rows);
     const rowOf = (event) => rows.indexOf(event.target.closest("tr"));
@@ -89,7 +89,7 @@ const controls = (() => {
   }
 
   function tellView(start, end) {
-    const slack = 0.03 * (end - start); // a margin around a step does not show its neighbour
+    const slack = 0.03 * (end - start); // ignores neighbouring steps that show only in the margin
     const first = page.steps.findIndex(([, , to]) => to > start + slack);
     const last = page.steps.findLastIndex(([, from]) => from < end - slack);
     const steps = first < 0 || last < first ? "" : first === last ? `step ${page.steps[first][0]}, `
@@ -101,7 +101,7 @@ const controls = (() => {
     if (bars.length) frame.setv({left: bars[0] - 0.5, right: bars.at(-1) + 0.5});
   }
 
-  // Of the overview's numbers as many as there is room for.
+  // Shows as many of the overview's numbers as fit.
   function thinOut() {
     const source = model("overview-labels").data_source;
     const wide = document.getElementById("timeline").clientWidth - 104;
@@ -110,7 +110,7 @@ const controls = (() => {
       ([name, column]) => [name, Array.from(column).filter((_, at) => at % every === 0)]));
   }
 
-  // Ticks in one unit, with as many digits as tell them apart.
+  // Labels ticks in one unit, with enough digits to distinguish them.
   function labelTicks(axis) {
     axis.axis_label = "time on rank 0's clock, from the first drawn step";
     axis.formatter.doFormat = (ticks) => {

@@ -1,4 +1,4 @@
-// Draws the figure of decisions. `data-ready` says that the page can be used.
+// Draws the figure of decisions. `data-ready` marks the page as ready to use.
 "use strict";
 
 (async () => {

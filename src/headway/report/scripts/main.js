@@ -1,4 +1,4 @@
-// Draws both figures, then lets everything else begin. `data-ready` says that the page can be used.
+// Draws both figures, then starts the other scripts. `data-ready` marks the page as ready to use.
 "use strict";
 
 (async () => {

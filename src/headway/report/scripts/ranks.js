@@ -1,11 +1,11 @@
-// Which ranks the timeline shows: rows of the others are taken out, and the rest move up.
+// Selects the ranks that the timeline shows: removes the rows of others and moves the rest up.
 "use strict";
 
 const ranks = (() => {
   const choice = document.getElementById("ranks");
   const whole = page.views[0];
   const place = new Map(whole.ranks.map((rank, index) => [rank, index]));
-  const kept = new Map(); // the heights at which everything lies while all ranks are shown
+  const kept = new Map(); // the heights of everything while all ranks are shown
   let shown = new Set(whole.ranks);
 
   function open() {
@@ -48,7 +48,7 @@ const ranks = (() => {
     model("timeline").y_range.setv({start, end});
   }
 
-  // So that a row can be seen, show all ranks where it was taken out, and all rows where it is out of sight.
+  // Makes a row visible: shows all ranks if it was removed, and all rows if it is out of sight.
   function reveal(rank, bottom) {
     if (!shown.has(rank)) select(0);
     const {start, end} = model("timeline").y_range;

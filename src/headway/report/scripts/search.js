@@ -1,16 +1,16 @@
-// Search: boxes whose kind, name, rank or details hold a text. What does not match fades.
+// Search: finds boxes by kind, name, rank or details, and fades all others.
 "use strict";
 
 const search = (() => {
   const field = document.getElementById("search");
-  const found = document.getElementById("found");
+  const summary = document.getElementById("found");
   let texts = null;
   let hits = [];
   let at = -1;
 
   const source = () => model("boxes").data_source;
 
-  // Texts for the tooltip; the page's tables hold each of them once.
+  // Expands the tooltips' texts, which the page's tables hold once each.
   function open() {
     const {kind, name, detail, step} = page.tables;
     const data = source().data;
@@ -36,7 +36,7 @@ const search = (() => {
 
   function matching(wanted) {
     const data = source().data;
-    const rank = /^rank\s*(\d+)$/.exec(wanted); // a whole rank, not also those that begin with the same digits
+    const rank = /^rank\s*(\d+)$/.exec(wanted); // exactly this rank, not those that begin with its digits
     texts ??= data.what.map((what, row) => `${what}\nrank ${data.rank[row]}\n${data.more[row]}`.toLowerCase());
     const rows = Array.from(data.left.keys());
     const chosen = rank ? rows.filter((row) => data.rank[row] === Number(rank[1]))
@@ -48,19 +48,19 @@ const search = (() => {
     const wanted = text.trim().toLowerCase();
     at = -1;
     hits = wanted ? matching(wanted) : [];
-    // Selecting nothing would bring all boxes back: where nothing matches, that is said instead.
+    // An empty selection shows all boxes, so the summary says that nothing matches.
     source().selected.indices = hits;
     tell(wanted !== "");
     redraw();
   }
 
-  function tell(asked) {
+  function tell(searching) {
     const many = hits.length.toLocaleString("en");
-    found.textContent = !asked ? "" : !hits.length ? "no hits" : at < 0 ? `${many} hit${hits.length > 1 ? "s" : ""}`
+    summary.textContent = !searching ? "" : !hits.length ? "no hits" : at < 0 ? `${many} hit${hits.length > 1 ? "s" : ""}`
       : `${(at + 1).toLocaleString("en")} of ${many}`;
   }
 
-  // The first hit is the first one that the view shows or that comes after it.
+  // Starts with the first hit in or after the view.
   function go(by) {
     if (!hits.length) return;
     const data = source().data;
@@ -73,12 +73,13 @@ const search = (() => {
     redraw();
   }
 
-  // A frame around the hit, wherever its row lies now.
+  // Frames the hit at the current position of its row.
   function redraw() {
     const data = source().data;
     const row = hits[at];
-    const one = (column) => (row === undefined ? [] : [data[column][row]]);
-    model("hit").data_source.data = {left: one("left"), right: one("right"), bottom: one("bottom"), top: one("top")};
+    const value = (column) => (row === undefined ? [] : [data[column][row]]);
+    model("hit").data_source.data =
+      {left: value("left"), right: value("right"), bottom: value("bottom"), top: value("top")};
   }
 
   function clear() {

@@ -1,19 +1,19 @@
-// Figures in the reader's colours: canvases know no style sheet, so light colours are exchanged for dark ones and back.
+// Dark mode for figures: canvases ignore style sheets, so light and dark colours are swapped in the models.
 "use strict";
 
 const theme = (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const pairs = Object.entries(page.dark);
   const toDark = new Map(pairs);
-  const toLight = new Map(pairs.map(([light, other]) => [other, light]));
+  const toLight = new Map(pairs.map(([light, dimmed]) => [dimmed, light]));
 
-  // A figure's document before it is drawn: values of what is called a colour, as such or in an object of their own.
+  // Recolours a figure's JSON before it is drawn: every key that ends in "color", with a plain or a nested value.
   function inColours(value, isColour) {
     if (typeof value === "string") return isColour ? toDark.get(value) ?? value : value;
     if (value === null || typeof value !== "object") return value;
-    if (Array.isArray(value)) return value.map((each) => inColours(each, false));
+    if (Array.isArray(value)) return value.map((item) => inColours(item, false));
     return Object.fromEntries(Object.entries(value).map(
-      ([key, each]) => [key, inColours(each, /color$/.test(key) || (isColour && key === "value"))]));
+      ([key, item]) => [key, inColours(item, /color$/.test(key) || (isColour && key === "value"))]));
   }
 
   async function embed(name) {
@@ -23,12 +23,13 @@ const theme = (() => {
 
   function exchange() {
     const exchanged = dark.matches ? toDark : toLight;
-    for (const one of Bokeh.documents.flatMap((each) => [...each.all_models])) {
-      for (const property of one) {
+    for (const drawn of Bokeh.documents.flatMap((figures) => [...figures.all_models])) {
+      for (const property of drawn) {
         if (!/color$/.test(property.attr)) continue;
         const value = property.get_value();
-        const other = exchanged.get(value?.value ?? value);
-        if (other !== undefined) one.setv({[property.attr]: typeof value === "string" ? other : {...value, value: other}});
+        const colour = exchanged.get(value?.value ?? value);
+        if (colour === undefined) continue;
+        drawn.setv({[property.attr]: typeof value === "string" ? colour : {...value, value: colour}});
       }
     }
   }

@@ -1,4 +1,4 @@
-// The timeline's view: which stretch of time it shows. Times are milliseconds from the drawing's start.
+// The timeline's view: the time range that it shows, in milliseconds from the drawing's start.
 "use strict";
 
 function duration(ms) {
@@ -18,7 +18,7 @@ const view = (() => {
   const narrowest = 1e-3;
   const listeners = [];
   let range = null;
-  let told = false;
+  let isScheduled = false;
 
   function open() {
     range = model("timeline").x_range;
@@ -26,12 +26,12 @@ const view = (() => {
     tell();
   }
 
-  // Many changes in one frame are told once.
+  // Notifies listeners at most once per frame.
   function tell() {
-    if (told) return;
-    told = true;
+    if (isScheduled) return;
+    isScheduled = true;
     requestAnimationFrame(() => {
-      told = false;
+      isScheduled = false;
       for (const listener of listeners) listener(range.start, range.end);
     });
   }
@@ -42,7 +42,7 @@ const view = (() => {
     range.setv({start: from, end: from + length});
   }
 
-  // A box stays where it is if it can be seen there; else the view moves, and zooms where that is needed.
+  // Moves the view to a box that is not visible, and zooms if the box would be illegible.
   function bring(start, end) {
     const length = range.end - range.start;
     const legible = end - start >= 0.01 * length && end - start <= length;
@@ -76,9 +76,9 @@ const view = (() => {
   // The step in the middle of the view, or the last one that began before it.
   function current() {
     const middle = (range.start + range.end) / 2;
-    let found = 0;
-    page.steps.forEach(([, start], index) => { if (start <= middle) found = index; });
-    return found;
+    let last = 0;
+    page.steps.forEach(([, start], index) => { if (start <= middle) last = index; });
+    return last;
   }
 
   function neighbour(by) {
