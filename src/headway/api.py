@@ -164,7 +164,7 @@ def optimize(
     replayer = Replayer(_loaded(trace), cluster)
     more = others_of(replayer, [_loaded(each) for each in others])
     found = search(
-        replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow, budget_s=budget_s
+        replayer, memory_limit_bytes=memory_limit_bytes, other_recordings=more, allow=allow, budget_s=budget_s
     )
     best = following(found, strategy) if follow_network else found.best(strategy)
     return Optimized(

@@ -494,7 +494,7 @@ def optimize(
         replayer = Replayer(loaded[0], cluster)
         others = others_of(replayer, loaded[1:])
         found = search(
-            replayer, advance, memory_limit_bytes=limit_bytes, others=others, allow=allow, budget_s=budget_s,
+            replayer, advance, memory_limit_bytes=limit_bytes, other_recordings=others, allow=allow, budget_s=budget_s,
             needed=wanted or "",
         )  # fmt: skip
     predicted = following(found, wanted) if follow else found.best(wanted)
