@@ -132,7 +132,7 @@ class ConvolutionalBuilder:
         self.layers.append(Layer(name, parameters, Work(flops, moved, kernels)))
 
     def _keep(self, feature: Feature) -> None:
-        if not any(feature is other for other in self._kept):
+        if not any(feature is kept for kept in self._kept):
             self._kept.append(feature)
             self._work(Work(kept_bytes=self._bytes(feature)))
 

@@ -1,10 +1,10 @@
-"""Modelled layer times: a roofline of a device, for want of a recording on one.
+"""Models layer times with a roofline of a device, for use without a recording.
 
     forward = flops / rate + moved bytes / bandwidth + kernels * floor        backward = 2 * forward
 
-Compute and memory are added, not overlapped: frameworks run these layers one kernel after the other, and
-elementwise kernels (normalisation, activations) do nothing but move bytes. Backward is twice forward because it makes
-two products of a layer's size, one for its input and one for its weights, where forward makes one.
+Compute and memory times are added, not overlapped: frameworks run kernels one after the other, and elementwise kernels
+(normalisation, activations) only move bytes. Backward takes twice as long as forward because it computes two products per
+layer, for the input and for the weights, where forward computes one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device reaches in practice in one precision: FLOP/s, bytes/s, and the least time of a kernel.
+    """The practical FLOP/s, bytes/s and minimum kernel time of a device in one precision.
 
-    ``error`` is by which share the times of whole models may be off.
+    ``error`` is the relative error of the times of full models.
     """
 
     name: str

@@ -64,8 +64,8 @@ class TransformerBuilder:
         moved = float(self.words * (self.width + outputs) + self.width * outputs) * FLOAT_BYTES
         kept_bytes = self.words * self.width * FLOAT_BYTES
         work = Work(2.0 * self.words * self.width * outputs, moved, 1, kept_bytes) + after
-        own = (Parameter("bias", (outputs,)),) if bias else ()
-        self.layers.append(Layer(name, own, work, (tied,)))
+        bias_parameter = (Parameter("bias", (outputs,)),) if bias else ()
+        self.layers.append(Layer(name, bias_parameter, work, (tied,)))
 
     def cut(self) -> None:
         """A stage of a pipeline may end here: a vector for every word is all that later layers need."""

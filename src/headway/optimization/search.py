@@ -18,7 +18,7 @@ from headway.optimization.sizes import Size, for_script, script_micro_batches, s
 from headway.optimization.with_passes import WithPasses, with_passes
 from headway.permission import permitted
 from headway.plan.permissions import check_allowed
-from headway.planning.bound import OwnBounds, StepBound, bound_of, form_of, least_sent_share
+from headway.planning.bound import PlanBounds, StepBound, bound_of, form_of, least_sent_share
 from headway.plugins import PluginFaultError, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
@@ -136,7 +136,7 @@ class CandidateEvaluator:
     replayer: Replayer
     recorded: Strategy
     in_force: Schedule
-    bounds: Mapping[str, OwnBounds]
+    bounds: Mapping[str, PlanBounds]
 
     def evaluation(
         self, played_by: Replayer | Size, origin: str, strategy: Strategy, schedule: Schedule
@@ -183,11 +183,11 @@ def _unknown() -> float:
     return 0.0
 
 
-def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, OwnBounds]:
+def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, PlanBounds]:
     """Lower bounds by strategy name, for the strategies that have one."""
     if len(job.stages) > 1:
         return {}
-    bounds = OwnBounds(job)
+    bounds = PlanBounds(job)
     return {
         strategy.name: bounds for proposal in proposals if proposal.bound for strategy in proposal.strategies
     }

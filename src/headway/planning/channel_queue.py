@@ -1,4 +1,4 @@
-"""Jobs on channels: when the collectives of one backward begin and end. The same rules as replay, on one link."""
+"""Simulates when the collectives of a backward begin and end, by the rules of replay but on one link."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headway.planning.link_cost import CollectiveCost
 
 
 class Job(NamedTuple):
-    """One collective. It begins when it was asked for, its channel is free, job ``after`` is done and
-    ``before_ns`` of work has been done since: by the channel or, ``apart`` from it, by a thread of all such work.
+    """One collective. It begins once it is requested, its channel is free, job ``after`` is done, and then ``before_ns``
+    of work is done: on the channel or, if ``apart``, on one thread for all such work.
     """
 
     asked_ns: float
@@ -24,38 +24,38 @@ class Job(NamedTuple):
 
 
 def serve(jobs: Sequence[Job], channels: int) -> list[float]:
-    """When each job ends. Job ``n`` is served by channel ``n % channels``, in order.
+    """The end of each job. Channel ``n % channels`` serves job ``n``, in order.
 
-    All ranks are taken to be alike, so that one link stands for all. Jobs in flight together share it evenly while
-    their messages are on it, and pay their overheads one after the other.
+    Ranks are assumed identical, so one link stands for all. Concurrent jobs share it evenly while their messages are on
+    it, and pay their overheads one after the other.
     """
     return _serve_one_by_one(jobs) if channels == 1 else _Together(jobs, channels).serve()
 
 
 def begins(jobs: Sequence[Job], ends: Sequence[float], channels: int) -> list[float]:
-    """When the collective of each job begins, behind the work before it; ``ends`` is when each ends."""
-    found: list[float] = []
+    """The begin of each job's collective, after the work before it; ``ends`` are the jobs' ends."""
+    begin_times: list[float] = []
     worked_ns = 0.0
     for number, job in enumerate(jobs):
         channel_ns = ends[number - channels] if number >= channels else 0.0
         ready_ns = max(job.asked_ns, ends[job.after] if job.after >= 0 else 0.0)
         if job.apart:
             worked_ns = max(worked_ns, ready_ns) + job.before_ns
-            found.append(max(worked_ns, channel_ns))
+            begin_times.append(max(worked_ns, channel_ns))
         else:
-            found.append(max(ready_ns, channel_ns) + job.before_ns)
-    return found
+            begin_times.append(max(ready_ns, channel_ns) + job.before_ns)
+    return begin_times
 
 
 def critical_path(jobs: Sequence[Job], ends: Sequence[float], channels: int, last: int) -> list[int]:
-    """The jobs that decide when job ``last`` ends, from it back to one that waited for nothing but being asked for.
+    """The jobs that determine the end of job ``last``, back to one that only waited for its request.
 
-    ``ends`` is when each ends on so many ``channels``.
+    ``ends`` are the jobs' ends on ``channels``.
     """
     path = [last]
     while True:
         number = path[-1]
-        earlier = [each for each in (number - channels, jobs[number].after) if each >= 0]
+        earlier = [candidate for candidate in (number - channels, jobs[number].after) if candidate >= 0]
         before = max(earlier, key=ends.__getitem__, default=-1)
         if before < 0 or ends[before] <= jobs[number].asked_ns:
             return path
@@ -69,7 +69,7 @@ def _serve_one_by_one(jobs: Sequence[Job]) -> list[float]:
         if apart:
             worked_ns = max(worked_ns, asked_ns, ends[after] if after >= 0 else 0.0) + before_ns
             free_ns = max(free_ns, worked_ns)
-        else:  # job ``after`` is done when the channel is free
+        else:  # a free channel implies that job ``after`` is done
             free_ns = max(free_ns, asked_ns) + before_ns
         free_ns += cost.time_ns(size_bytes)
         ends.append(free_ns)
@@ -77,12 +77,12 @@ def _serve_one_by_one(jobs: Sequence[Job]) -> list[float]:
 
 
 class _Together:
-    """Jobs on several channels, from one event to the next: a wake of a job that waits, or a message off the link."""
+    """Event simulation of jobs on several channels: a waiting job wakes, or a message leaves the link."""
 
     def __init__(self, jobs: Sequence[Job], channels: int) -> None:
         self._jobs = jobs
         apart = [number for number, job in enumerate(jobs) if job.apart]
-        self._works = {len(jobs) + index: number for index, number in enumerate(apart)}  # work: its job
+        self._works = {len(jobs) + index: number for index, number in enumerate(apart)}  # work -> its job
         self._begin_ns = [job.asked_ns for job in (*jobs, *(jobs[number] for number in apart))]
         self._before_ns = [0.0 if job.apart else job.before_ns for job in jobs]
         self._before_ns += [jobs[number].before_ns for number in apart]
@@ -108,7 +108,7 @@ class _Together:
             if not self._missing[n]
         ]
         heapq.heapify(self._wakes)
-        self._on_link: dict[int, float] = {}  # job: what is left of its message at full rate
+        self._on_link: dict[int, float] = {}  # job -> remaining time of its message at full rate
         self._core_ns = 0.0
         self._ends = [0.0] * len(jobs)
 
@@ -117,7 +117,7 @@ class _Together:
         self._waiting[earlier].append(number)
 
     def serve(self) -> list[float]:
-        """When each job ends."""
+        """The end of each job."""
         now_ns = 0.0
         while self._wakes or self._on_link:
             wake_ns = self._wakes[0][0] if self._wakes else math.inf
@@ -139,7 +139,7 @@ class _Together:
             self._on_link[number] -= elapsed_ns / len(self._on_link)
 
     def _wake(self, number: int, now_ns: float) -> None:
-        """A job wants to pay its overhead, to send a message, or is done; or work is."""
+        """Handle a wake: a job pays its overhead, sends a message or is done, or work is done."""
         if number in self._works:
             self._let_go(number, now_ns)
         elif self._overhead_due[number]:
@@ -154,7 +154,7 @@ class _Together:
             self._let_go(number, now_ns)
 
     def _let_go(self, number: int, now_ns: float) -> None:
-        """What waits for it is told."""
+        """Release the jobs that wait for ``number``."""
         for follower in self._waiting[number]:
             self._begin_ns[follower] = max(self._begin_ns[follower], now_ns)
             self._missing[follower] -= 1
@@ -164,7 +164,7 @@ class _Together:
 
 
 def _turns(job: Job) -> tuple[int, float, float]:
-    """A job's messages, for how long each uses the link, and how much later each has arrived."""
+    """A job's messages, the link time of each, and the delay until each arrives."""
     cost = job.cost
     if not cost.messages:
         return 0, 0.0, 0.0

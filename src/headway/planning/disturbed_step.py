@@ -1,9 +1,9 @@
-"""Predicting a step whose computation is slowed down by collectives in flight on the same cores, as replay does it.
+"""Predicts a step whose computation is slowed down by collectives in flight on the same cores.
 
-As the surrogate, it holds for ranks that are alike, and is held against replay by a test. A step is seen from the first
-gradient of a backward on. Until the next forward nothing waits, so what is in flight is known from when collectives
-begin and end. Forward waits for gathers only, and for none of them after the last one has ended: what it has computed
-by then it computed with gathers in flight. What deferred updates compute is not slowed down here.
+Like the surrogate, this assumes identical ranks, and a test compares it with replay. A step is counted from the first
+gradient of a backward. Until the next forward nothing waits, so the begins and ends of collectives say what is in
+flight. Forward only waits for gathers, so all it computes until the last one ends is slowed down. Deferred updates are
+not slowed down here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headway.scheduling.buckets import BucketSchedule
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """Computation that takes ``1 + slowdown`` times as long within ``spans`` (ns from its beginning, in order)."""
+    """Slows computation by ``1 + slowdown`` within ``spans`` (sorted, ns from its beginning)."""
 
     spans: tuple[tuple[float, float], ...]
     slowdown: float
 
     def taken_ns(self, computed_ns: float) -> float:
-        """How long it takes to compute what takes ``computed_ns`` undisturbed."""
+        """The slowed-down duration of computation that takes ``computed_ns`` undisturbed."""
         now_ns, left_ns, factor = 0.0, computed_ns, 1 + self.slowdown
         for start_ns, end_ns in self.spans:
             before_ns = start_ns - now_ns
@@ -41,13 +41,13 @@ class Slowed:
         return now_ns + left_ns
 
     def computed_ns(self, taken_ns: float) -> float:
-        """How long that takes undisturbed which has taken ``taken_ns``."""
+        """The undisturbed duration of computation that took ``taken_ns``."""
         within_ns = sum(max(0.0, min(end_ns, taken_ns) - start_ns) for start_ns, end_ns in self.spans)
         return taken_ns - within_ns * self.slowdown / (1 + self.slowdown)
 
 
 def predict_disturbed(predictor: Predictor, schedule: BucketSchedule) -> float:
-    """The step of ``schedule`` (ns) if the profile of ``predictor`` is undisturbed, by its cluster's slowdown."""
+    """The step of ``schedule`` (ns) with its cluster's slowdown, if the profile of ``predictor`` is undisturbed."""
     played = predictor.played_of(schedule)
     slowdown, seen = predictor.cluster.compute_slowdown, predictor
     for _ in range(ROUNDS if slowdown else 0):
@@ -59,7 +59,7 @@ def predict_disturbed(predictor: Predictor, schedule: BucketSchedule) -> float:
 
 
 def undisturbed(predictor: Predictor, schedule: BucketSchedule) -> StepProfile:
-    """The profile of ``predictor``, seen while ``schedule`` was in force, as if nothing had been in flight."""
+    """The profile of ``predictor``, recorded under ``schedule``, without the slowdown."""
     slowdown = predictor.cluster.compute_slowdown
     if not slowdown:
         return predictor.profile
@@ -68,7 +68,7 @@ def undisturbed(predictor: Predictor, schedule: BucketSchedule) -> StepProfile:
 
 
 def _in_flight(played: Played, profile: StepProfile, slowdown: float) -> tuple[Slowed, Slowed]:
-    """How computation is slowed down from the first gradient to the next forward, and from there on."""
+    """The slowdown from the first gradient to the next forward, and the slowdown from there on."""
     begins_ns = begins(played.launched.jobs, played.ends_ns, played.channels)
     spans = merged(zip(begins_ns, played.ends_ns, strict=True))
     forward_at_ns = profile.backward_ns + profile.tail_ns - _first_ns(profile) + profile.rest_ns
@@ -79,7 +79,7 @@ def _in_flight(played: Played, profile: StepProfile, slowdown: float) -> tuple[S
 def _moved(
     profile: StepProfile, behind: Callable[[float], float], forward: Callable[[float], float]
 ) -> StepProfile:
-    """``profile`` with its moments moved: from the first gradient to the next forward, and from there on."""
+    """Map the times of ``profile``: by ``behind`` from the first gradient to the next forward, then by ``forward``."""
     first_ns = _first_ns(profile)
     end_ns = profile.backward_ns - first_ns
     step_ns = end_ns + profile.tail_ns

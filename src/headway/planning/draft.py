@@ -1,4 +1,4 @@
-"""Drafts: groups of parts on their way to a schedule, with what a prediction has to know of each."""
+"""Drafts schedules as groups of parts, and predicts their cost."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Group(NamedTuple):
 
 Groups = tuple[Group, ...]
 CAUTION, CORE_CAUTION = 2e-5, 0.1
-"""What each group counts for on top of its prediction, as shares of the step and of its collectives' overheads.
+"""The penalty for each group on top of the prediction: shares of the step and of its collectives' overheads.
 
-No model knows all that a job costs: overheads that hide under messages keep cores busy all the same.
+No model covers all costs of a job: overheads that hide behind messages still keep cores busy.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """Everything of a schedule but its groups; for ``early_gather_threshold`` see ``early_gathers``."""
+    """The options of a schedule besides its groups; for ``early_gather_threshold`` see ``early_gathers``."""
 
     gather: GatherMode
     channels: int = 1
@@ -37,7 +37,7 @@ class ScheduleOptions:
 
 
 class ScheduleDrafter:
-    """Predicts drafts and makes schedules of them. ``evaluated`` counts predictions."""
+    """Predicts drafts and turns them into schedules. ``evaluated`` counts predictions."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -46,16 +46,16 @@ class ScheduleDrafter:
         self._group_ns = CORE_CAUTION * sum(half.overhead_ns for half in halves)
 
     def group(self, parts: Iterable[Part]) -> Group:
-        """A group of these parts."""
-        own = tuple(coalesced(parts))
-        return Group(own, self.predictor.facts(own))
+        """The group of these parts."""
+        merged = tuple(coalesced(parts))
+        return Group(merged, self.predictor.facts(merged))
 
     def groups(self, parts: Iterable[Sequence[Part]]) -> Groups:
-        """Groups of these parts."""
+        """One group for each sequence of parts."""
         return tuple(self.group(part) for part in parts)
 
     def step_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
-        """The predicted step."""
+        """The predicted step in ns."""
         self.evaluated += 1
         return self._played(groups, options).step_ns
 
@@ -73,7 +73,7 @@ class ScheduleDrafter:
         return self.predictor.played(facts, order, behind, options.gather, options.channels)
 
     def cost_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
-        """The predicted step, and a little for every group."""
+        """The predicted step plus a penalty for each group, in ns."""
         return self.step_ns(groups, options) * (1 + CAUTION * len(groups)) + self._group_ns * len(groups)
 
     def schedule(self, groups: Sequence[Group], options: ScheduleOptions) -> BucketSchedule:

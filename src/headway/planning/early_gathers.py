@@ -1,4 +1,4 @@
-"""Early gathers: gradients gathered under backward, where the link would have nothing to do."""
+"""Schedules early gathers: gathers during backward, while the link would be idle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from headway.planning.surrogate import BucketFacts
 def gathers_after(
     facts: Sequence[BucketFacts], gather_order: Sequence[int], cost: LinkCost, early_gather_threshold: float
 ) -> tuple[int, ...]:
-    """For each gather of ``gather_order``, the reduce-scatter that it stands right behind.
+    """For each gather of ``gather_order``, the reduce-scatter that it follows.
 
-    Played on one link: in the time between a reduce-scatter's end and the next full bucket, buckets that have been
-    reduced are gathered, those that forward needs first. A gather starts early if at least the fraction
-    ``early_gather_threshold`` of it (0 to 1) fits into the idle gap; 0 keeps the link busy whenever it can be.
+    Simulates one link: between the end of a reduce-scatter and the next full bucket, reduced buckets are gathered in
+    the order of forward. A gather starts early if at least the fraction ``early_gather_threshold`` of it (0 to 1) fits
+    into the idle gap; 0 keeps the link busy whenever possible.
     """
     last = len(facts) - 1
     behind = [last] * len(facts)

@@ -1,4 +1,4 @@
-"""Local search: better groups near given ones."""
+"""Improves groups by local search: merges, splits and shifts neighbours."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from headway.time_limit import time_is_up
 
 _LEAST_GAIN = 1e-5
 _SHARES = (0.5, 0.25, 0.75)
-Change = tuple[Group, ...]  # what one or two neighbours become
+Change = tuple[Group, ...]  # replacement for one or two neighbours
 
 
 def refine(
     drafter: ScheduleDrafter, groups: Groups, options: ScheduleOptions, effort: int
 ) -> tuple[float, Groups]:
-    """Merge, split and shift neighbouring groups while the step's cost gets less; returns it and the groups.
+    """Merge, split and shift neighbouring groups while that lowers the cost; returns the cost and the groups.
 
-    Groups on the critical path are changed first, its ends before its middle: where computation leads into it and where
-    training waits for it. At most ``effort`` predictions, and none when time is up (``time_limit``).
+    Changes groups on the critical path first, its ends before its middle. Makes at most ``effort`` predictions, and stops
+    when time is up (``time_limit``).
     """
     best_ns = drafter.cost_ns(groups, options)
     tried = 0
@@ -55,28 +55,28 @@ def _from_both_ends(items: Sequence[int]) -> Iterator[int]:
 
 
 def _changes(drafter: ScheduleDrafter, groups: Groups, index: int) -> Iterator[Groups]:
-    """The neighbours of ``groups`` that differ at group ``index`` and the one behind it."""
+    """Variants of ``groups`` that change group ``index`` and the next one."""
     if index >= len(groups):
         return
     model = drafter.predictor.model
-    own = groups[index].parts
+    group_parts = groups[index].parts
 
     def replaced(count: int, *parts: Sequence[Part]) -> Groups:
         return groups[:index] + drafter.groups(parts) + groups[index + count :]
 
     for share in _SHARES:
-        if (halves := split(own, model, share)) is not None:
+        if (halves := split(group_parts, model, share)) is not None:
             yield replaced(1, *halves)
     if index + 1 < len(groups):
-        other = groups[index + 1].parts
-        if _dtype(own, model) != _dtype(other, model):
+        next_parts = groups[index + 1].parts
+        if _dtype(group_parts, model) != _dtype(next_parts, model):
             return
-        yield replaced(2, own + other)
+        yield replaced(2, group_parts + next_parts)
         for share in _SHARES:
-            if (halves := split(own, model, share)) is not None:
-                yield replaced(2, halves[0], halves[1] + other)
-            if (halves := split(other, model, share)) is not None:
-                yield replaced(2, own + halves[0], halves[1])
+            if (halves := split(group_parts, model, share)) is not None:
+                yield replaced(2, halves[0], halves[1] + next_parts)
+            if (halves := split(next_parts, model, share)) is not None:
+                yield replaced(2, group_parts + halves[0], halves[1])
 
 
 def _dtype(parts: Sequence[Part], model: ModelSpec) -> str:
@@ -86,9 +86,9 @@ def _dtype(parts: Sequence[Part], model: ModelSpec) -> str:
 def split(
     parts: tuple[Part, ...], model: ModelSpec, share: float
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]] | None:
-    """Cut a group in two, the first with about ``share`` of its bytes. None if there is nothing to cut.
+    """Split a group in two, the first with about ``share`` of its bytes; None if it cannot be split.
 
-    A part is cut itself where it is more than an eighth of the group.
+    Splits within a part only if the part is more than an eighth of the group.
     """
     total = sum(size_bytes(part, model) for part in parts)
     wanted, begun = share * total, 0

@@ -1,4 +1,4 @@
-"""Where the planner starts from: groups by published policies, by fixed caps and by graded ones."""
+"""Proposes starting groups for the planner: by published policies, fixed caps and graded caps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from headway.scheduling.fusion import Groups, cut, fill
 
 CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 MOST_GROUPS = 1024
-_GRADES = ((8, 0.5), (16, 0.25), (32, 1.0))  # smallest group as a part of the cap, growth with every byte
+_GRADES = ((8, 0.5), (16, 0.25), (32, 1.0))  # smallest group as a fraction of the cap, growth per byte
 
 
 def starting_groups(drafter: draft.ScheduleDrafter) -> Iterator[draft.Groups]:
-    """Groups worth a prediction, each once.
+    """The starting groups to predict, without duplicates.
 
-    Graded groups begin small, so that reduction begins early, grow to the cap, and end small: the last group's
-    reduction is exposed, and holds what forward needs first.
+    Graded groups start small, so that reduction begins early, grow to the cap, and end small, because the reduction of
+    the last group is exposed and holds what forward needs first.
     """
     seen: set[tuple[tuple[str, int, int, int], ...]] = set()
     for parts in _grouped(drafter.predictor):
@@ -45,7 +45,7 @@ def _grouped(predictor: Predictor) -> Iterator[Groups]:
 
 
 def graded(total_bytes: float, cap_bytes: float, least_bytes: float, growth: float) -> Callable[[int], float]:
-    """Caps that begin at ``least_bytes``, grow by ``growth`` with every byte to ``cap_bytes``, and end alike."""
+    """Caps that start at ``least_bytes``, grow by ``growth`` per byte to ``cap_bytes``, and shrink alike at the end."""
 
     def cap_at(begun: int) -> float:
         return min(cap_bytes, least_bytes + growth * begun, least_bytes + growth * (total_bytes - begun))
@@ -54,7 +54,7 @@ def graded(total_bytes: float, cap_bytes: float, least_bytes: float, growth: flo
 
 
 def _caps(predictor: Predictor) -> list[int]:
-    """Fixed powers of two and a finer grid between an alpha's worth of bytes and the whole model."""
+    """Caps in bytes: powers of two, and a finer grid between the bytes of one latency and the full model."""
     total, cost = predictor.total_bytes, predictor.cost.reduce_scatter.large
     alpha_bytes = cost.alpha_ns / cost.ns_per_byte if cost.ns_per_byte else total
     least = min(total, max(total / 256, alpha_bytes / 4, 1.0))

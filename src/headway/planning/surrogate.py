@@ -1,13 +1,13 @@
-"""Predicting a step from its profile: what replay would say of a decoupled schedule, in a fraction of the time.
+"""Predicts the step of a decoupled schedule from its profile, in a fraction of the time of a replay.
 
-It holds for ranks that are alike and computation that communication does not slow down; where it does,
-``disturbed_step`` predicts. A backward's first gradient is accumulated only when every gather of the step before is
-done, so the time from one first gradient to the next is a step in the steady state, and nothing else is carried over.
-What a script reads between backward and step is left out.
+Assumes identical ranks, and computation that communication does not slow down (otherwise use ``disturbed_step``). A
+backward accumulates its first gradient only when every gather of the step before is done. So the time between two first
+gradients is a step in the steady state, and nothing else carries over. Reads of the script between backward and step
+are ignored.
 
-It is a surrogate: a second account of what the strategy's reactions launch, held against them by a test. Of 629 models,
-clusters and schedules drawn evenly it was within 0.2 % of a replay in 95 of 100 and 0.6 % in 99. Others were predicted
-too slow: by 5.3 % at worst with gathers in forward's order, by 28 % on two ranks with another.
+This is a surrogate: it restates what the strategy's reactions launch, and a test compares both. For 629 evenly drawn
+models, clusters and schedules, it was within 0.2 % of replay in 95 of 100 cases and within 0.6 % in 99. The rest was
+predicted too slow: by at most 5.3 % with gathers in forward's order, and by 28 % on two ranks with another order.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, joined
 
 
 class BucketFacts(NamedTuple):
-    """What the time of a step depends on: a bucket's size, when it is full, who needs it first, what it shares."""
+    """The properties of a bucket that determine the step: size, when it is full, and when forward needs it."""
 
     size_bytes: int
-    ready_ns: float  # after the first gradient of all
+    ready_ns: float  # after the very first gradient
     need: int  # the place of its first parameter in the order of forward
-    cut: tuple[str, ...] = ()  # the parameters of which it holds a part only
+    cut: tuple[str, ...] = ()  # parameters of which it only holds a part
 
 
 class Launched(NamedTuple):
-    """The collectives of a step in the order of their launch, and which of them reduce and gather each bucket."""
+    """The collectives of a step in launch order, and the indices that reduce and gather each bucket."""
 
     jobs: list[Job]
     reduces: list[int]
@@ -43,9 +43,9 @@ class Launched(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A predicted step (ns), the last bucket that training waits for in it (-1: none), when its collectives end.
+    """A predicted step (ns), the last bucket that training waits for (-1: none), and the ends of its collectives.
 
-    ``held_ns`` is what forward had waited and updated when the last one ended.
+    ``held_ns`` is the time that forward had spent on waits and updates when the last collective ended.
     """
 
     step_ns: float
@@ -57,10 +57,7 @@ class Played(NamedTuple):
 
     @property
     def critical(self) -> list[int]:
-        """Buckets on the critical path, from its end back to what computation was in time for.
-
-        Empty where communication is hidden.
-        """
+        """The buckets on the critical path, from its end backwards; empty if communication is hidden."""
         if self.awaited < 0:
             return []
         jobs, reduces, gathers = self.launched
@@ -70,9 +67,9 @@ class Played(NamedTuple):
 
 
 class Predictor:
-    """Predicts the step time of schedules of one model, step and cluster.
+    """Predicts the step time of schedules for one model, step profile and cluster.
 
-    Their collectives are carried out by ``algorithms``, whose ``costs`` on ``cluster`` may be known already.
+    Collectives use ``algorithms``; pass ``costs`` to reuse their costs on ``cluster``.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class Predictor:
         }
         needed = sorted(model.parameters, key=lambda p: place.get(p.module, len(place)))
         self.need = {p.name: index for index, p in enumerate(needed)}
-        # What forward never asks for is waited for before the next backward.
+        # Parameters that forward never uses are awaited before the next backward.
         self.need_ns = [profile.needs_ns.get(p.module, -1) for p in needed]
         self.step_call_ns = cluster.cost_of(STEP_CALL).overhead_us * 1e3
         self.update_overhead_ns = cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
@@ -126,14 +123,14 @@ class Predictor:
         return BucketFacts(size_bytes, ready_ns, need, tuple(cut))
 
     def predict(self, schedule: BucketSchedule) -> float:
-        """The predicted step of ``schedule``, in nanoseconds; whatever its algorithms are."""
+        """The predicted step of ``schedule`` in ns, with its own algorithms."""
         return self.played_of(schedule).step_ns
 
     def played_of(self, schedule: BucketSchedule) -> Played:
-        """The predicted step of ``schedule``, whatever its algorithms are."""
+        """The predicted step of ``schedule``, with its own algorithms."""
         if schedule.algorithms != self.algorithms:
-            other = Predictor(self.model, self.profile, self.cluster, schedule.algorithms, self.costs)
-            return other.played_of(schedule)
+            predictor = Predictor(self.model, self.profile, self.cluster, schedule.algorithms, self.costs)
+            return predictor.played_of(schedule)
         return self.played(
             [self.facts(bucket.parts) for bucket in schedule.buckets],
             schedule.gather_order,
@@ -150,7 +147,7 @@ class Predictor:
         gather: GatherMode,
         channels: int,
     ) -> Played:
-        """The step of a schedule from the facts of its buckets. ``behind`` is its ``gathers_behind_each()``."""
+        """Predict a schedule from the facts of its buckets. ``behind`` is its ``gathers_behind_each()``."""
         launched = self.launched(facts, gather_order, behind, gather)
         ends = serve(launched.jobs, channels)
         arrival_ns = [ends[number] for number in launched.gathers]
@@ -163,7 +160,7 @@ class Predictor:
         behind: Sequence[Sequence[int]],
         gather: GatherMode,
     ) -> Launched:
-        """What one rank launches in a step: as ``decoupled/reactions.py`` does, which tests hold it against."""
+        """The launches of one rank in a step; tests compare them with ``decoupled/reactions.py``."""
         jobs: list[Job] = []
         reduced, gathered = [0] * len(facts), [0] * len(facts)
         launched_ns = 0.0
@@ -172,10 +169,10 @@ class Predictor:
             launched_ns = max(launched_ns, bucket.ready_ns)
             reduced[index] = len(jobs)
             jobs.append(Job(launched_ns, bucket.size_bytes, scatter.at(bucket.size_bytes)))
-            for other in behind[index]:
-                gathered[other] = len(jobs)
-                size = facts[other].size_bytes
-                jobs.append(Job(launched_ns, size, gather_cost.at(size), reduced[other]))
+            for later in behind[index]:
+                gathered[later] = len(jobs)
+                size = facts[later].size_bytes
+                jobs.append(Job(launched_ns, size, gather_cost.at(size), reduced[later]))
         if gather == "parameters":
             called_ns = self.step_at_ns + self.step_call_ns
             for index in gather_order:
@@ -188,7 +185,7 @@ class Predictor:
         return Launched(jobs, reduced, gathered)
 
     def update_ns(self, size_bytes: float) -> float:
-        """A bucket's share of the optimizer's whole update."""
+        """A bucket's share of the optimizer's update, in ns."""
         return self.profile.optimizer_ns * size_bytes / self.total_bytes
 
     def _forward(
@@ -198,14 +195,14 @@ class Predictor:
         arrival_ns: Sequence[float],
         gather: GatherMode,
     ) -> tuple[float, int, float]:
-        """When the first gradient of the next backward is there; ``awaited`` and ``held_ns`` of ``Played``."""
+        """The time of the next backward's first gradient, and ``awaited`` and ``held_ns`` of ``Played``."""
         profile = self.profile
         awaited = -1
         late_ns = self.step_call_ns if gather == "parameters" else 0.0
         forward_ns = self.step_at_ns + profile.rest_ns
         last_ns, held_ns = max(arrival_ns, default=0.0), late_ns
         place = {bucket: index for index, bucket in enumerate(gather_order)}
-        # Of units that forward never asks for: place of the first gather, last bucket, update.
+        # Units that forward never uses: place of the first gather, last bucket, update time.
         untouched: list[tuple[int, int, float]] = []
         for unit in _by_need(facts):
             last = max(unit, key=arrival_ns.__getitem__)
@@ -233,6 +230,6 @@ class Predictor:
 
 
 def _by_need(facts: Sequence[BucketFacts]) -> list[tuple[int, ...]]:
-    """Units of buckets, those that forward needs first before the others."""
+    """Units of buckets in the order in which forward needs them."""
     units = joined([bucket.cut for bucket in facts])
     return sorted(units, key=lambda unit: min((facts[index].need, index) for index in unit))

@@ -32,8 +32,8 @@ class Prediction:
 
     ``uncertainty_ms`` covers errors in layer times, which move all predictions for a model alike, and in the costs of
     collectives (alone: ``links_ms``). ``efficiency`` is the throughput relative to workers without communication,
-    at most 1. ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how the model was split into
-    stages, and what the prediction leaves out. ``ignored`` lists options of the strategy that the cluster's library
+    at most 1. ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how the model was split,
+    and what the prediction leaves out. ``ignored`` lists options of the strategy that the cluster's library
     ignores or refuses. ``changes_training`` says how the strategy changes training, and ``permissions`` which permissions
     it needs. ``is_mean_iteration`` marks asynchronous strategies. ``pipelines`` has the placement of stages, and
     ``samples`` is the batch of one worker.

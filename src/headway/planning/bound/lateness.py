@@ -1,4 +1,4 @@
-"""The least lateness: how late the last of some work is at best, on one link."""
+"""Computes the least possible lateness of work on one link."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import heapq
 from collections.abc import Iterable
 
 Work = tuple[float, float, float]
-"""When it is released, when it is due, and for how long the link is used by it (ns)."""
+"""Release time, due time, and duration on the link (ns)."""
 
 
 def least_lateness(work: Iterable[Work]) -> float:
-    """The least that the latest of ``work`` can be late on one link; may be negative, and is -inf of nothing.
+    """The least possible maximum lateness of ``work`` on one link; may be negative, and is -inf without work.
 
-    For one link and work that may be interrupted, serving what is due first gives the least lateness (Horn, 1974). It
-    is the largest excess, over all pairs of moments, of what is released and due between the two over the time between
-    them; so where the link can do something more, once within any time, the least lateness is less by that.
+    With preemption on one link, earliest due date first is optimal (Horn, 1974). The result is the largest excess, over
+    all intervals, of the work released and due within it over its length; so a burst that the link can carry once in any
+    interval lowers the lateness by that much.
     """
     coming = sorted(work)
     latest = float("-inf")
     now = 0.0
-    unfinished: list[tuple[float, float]] = []  # due, what is left
+    unfinished: list[tuple[float, float]] = []  # due time, remaining duration
     index = 0
     while index < len(coming) or unfinished:
         if not unfinished:

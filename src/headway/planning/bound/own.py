@@ -1,4 +1,4 @@
-"""The bound of one plan by itself: what its replay cannot be faster than, for a fraction of the time that takes."""
+"""Bounds single plans: no replay of a plan is faster than its bound, which takes far less time to compute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headway.planning.bound.step_bound import COMPUTATION, LATENCY, StepBound, b
 from headway.scheduling.buckets import BucketSchedule
 
 
-class OwnBounds:
-    """Bounds of the schedules of one job, whose model is not cut into stages.
+class PlanBounds:
+    """Computes bounds for the schedules of one job without pipeline stages.
 
-    Of each only that cut of the cluster is looked at that binds most where nothing is known of buckets.
+    For each schedule, only considers the cut of the cluster that binds most for unknown buckets.
     """
 
     def __init__(self, job: Job) -> None:
@@ -22,31 +22,33 @@ class OwnBounds:
         self._of_form: dict[tuple[Form, float], StepBound] = {}
 
     def of(self, schedule: BucketSchedule) -> StepBound:
-        """The bound of the mean step under ``schedule``, for whatever strategy has decided it."""
+        """The bound of the mean step under ``schedule``, for any strategy that decides it."""
         form, share = form_of(schedule), least_sent_share(schedule)
         if form not in self._ranks:
             self._ranks[form] = ranks_of(self._job, form)
         ranks = self._ranks[form]
         if (form, share) not in self._of_form:
             self._of_form[form, share] = bound_of(self._job, form, sent_share=share, ranks=ranks)
-        known = self._of_form[form, share]
-        cuts = [name for name in known.parts_ns if name not in (COMPUTATION, LATENCY)]
+        form_bound = self._of_form[form, share]
+        cuts = [name for name in form_bound.parts_ns if name not in (COMPUTATION, LATENCY)]
         if not cuts:
-            return known
-        cut = max(cuts, key=known.parts_ns.__getitem__)
-        own = bound_of(self._job, form, sent_share=share, schedule=schedule, ranks=ranks, cut_name=cut)
-        return max(known, own, key=lambda each: each.step_ns)
+            return form_bound
+        cut = max(cuts, key=form_bound.parts_ns.__getitem__)
+        plan_bound = bound_of(self._job, form, sent_share=share, schedule=schedule, ranks=ranks, cut_name=cut)
+        return max(form_bound, plan_bound, key=lambda bound: bound.step_ns)
 
 
 def form_of(schedule: BucketSchedule) -> Form:
-    """When ``schedule`` has gradients needed: those without gathers are all-reduces."""
+    """When ``schedule`` needs gradients; without gathers, it uses all-reduces."""
     return schedule.gather if schedule.gather_order else "all-reduce"
 
 
 def least_sent_share(schedule: BucketSchedule) -> float:
-    """The least share of its bytes in which any of its buckets is sent; no more than 1."""
+    """The least sent share of bytes over all buckets, at most 1."""
     if schedule.halves is None:
         sent = ((bucket.all_reduced_bytes, bucket.size_bytes) for bucket in schedule.buckets)
     else:
-        sent = ((schedule.half_bytes(REDUCE_SCATTER, each), each.size_bytes) for each in schedule.buckets)
-    return min(1.0, min((part / whole for part, whole in sent if whole), default=1.0))
+        sent = (
+            (schedule.half_bytes(REDUCE_SCATTER, bucket), bucket.size_bytes) for bucket in schedule.buckets
+        )
+    return min(1.0, min((part / total for part, total in sent if total), default=1.0))

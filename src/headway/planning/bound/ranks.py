@@ -1,4 +1,4 @@
-"""What the ranks of a job compute, as periods: of each by itself, and of one that is as fast as the fastest."""
+"""Summarizes the computation of a job's ranks as periods: the slowest, the mean, and the fastest rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headway.planning.bound.periods import Form, Period, periods_of
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What ranks compute in the steps that count, in nanoseconds: the slowest of them, and the mean over all.
+    """The computation of ranks in the steps that count, in ns: of the slowest rank, and the mean over ranks.
 
-    ``fastest`` has for each period one that asks no more than that of any rank; it is empty where ranks exchange
-    gradients in different steps. ``edges_ns`` is what the steps have besides their periods (``RankPeriods``).
+    ``fastest`` has, for each period, one that demands no more than the period of any rank; it is empty if ranks exchange
+    gradients in different steps. ``edges_ns`` is the computation outside of periods (``RankPeriods``).
     """
 
     slowest_ns: float
@@ -25,31 +25,36 @@ class Ranks:
 
 
 def ranks_of(job: Job, form: Form) -> Ranks:
-    """The ranks of ``job``. Those that were not recorded do what others do, maybe in another step."""
-    computation, known = job.steps, job.steps.timelines
-    names = sorted(known)
+    """Summarize the ranks of ``job``. Unrecorded ranks act like recorded ones, perhaps shifted by some steps."""
+    computation, timelines = job.steps, job.steps.timelines
+    names = sorted(timelines)
     by_chance = min(1.0, job.incidents.slow_factor) if job.incidents.slow_share else 1.0
     alike = Counter(
-        (rank if rank in known else names[rank % len(names)], computation.factor_of(rank) * by_chance)
+        (rank if rank in timelines else names[rank % len(names)], computation.factor_of(rank) * by_chance)
         for rank in range(job.world_size)
     )
     scaled = [
-        [step.scaled(factor) if factor != 1.0 else step for step in known[rank]] for rank, factor in alike
+        [step.scaled(factor) if factor != 1.0 else step for step in timelines[rank]] for rank, factor in alike
     ]
-    any_step_first = job.world_size > len(known)
-    each = [
+    any_step_first = job.world_size > len(timelines)
+    by_rank = [
         [
             periods_of(steps[first:] + steps[:first], job.model, form)
             for first in (range(len(steps)) if any_step_first else (0,))
         ]
         for steps in scaled
     ]
-    computed_ns = [min(one.computation_ns for one in own) for own in each]
+    computed_ns = [min(rank.computation_ns for rank in rank_steps) for rank_steps in by_rank]
     total_ns = sum(own_ns * count for own_ns, count in zip(computed_ns, alike.values(), strict=True))
-    every = [one for own in each for one in own]
+    every = [rank for rank_steps in by_rank for rank in rank_steps]
     fastest: list[Period] = []
-    if len({len(one.periods) for one in every}) == 1:
-        fastest = [Period.fastest(periods) for periods in zip(*(one.periods for one in every), strict=True)]
+    if len({len(rank.periods) for rank in every}) == 1:
+        fastest = [Period.fastest(periods) for periods in zip(*(rank.periods for rank in every), strict=True)]
         if any_step_first:
-            fastest = [Period.fastest([period for one in every for period in one.periods])] * len(fastest)
-    return Ranks(max(computed_ns), total_ns / job.world_size, fastest, min(one.edges_ns for one in every))
+            fastest = [Period.fastest([period for rank in every for period in rank.periods])] * len(fastest)
+    return Ranks(
+        max(computed_ns),
+        total_ns / job.world_size,
+        fastest,
+        min(rank.edges_ns for rank in every),
+    )
