@@ -311,7 +311,7 @@ def test_tensor_parallelism_within_hosts() -> None:
     assert found.workers == 64
     assert found.exposed_ms * 1e6 > shared.tensor_ns
     assert found.peak_bytes < predict(workload, cluster, "x", plain).peak_bytes
-    with pytest.raises(UserError, match="whole groups"):
+    with pytest.raises(UserError, match="tensor-parallel groups"):
         play_pipeline(workload, on_hosts(6, 4), PredictedPipeline(stages=2, tensor=3))
 
 
