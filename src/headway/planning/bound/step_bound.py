@@ -21,17 +21,51 @@ If ranks differ, links and dependencies use a virtual rank that is as fast as th
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from headway.collectives.algorithms import REDUCE_SCATTER
 from headway.graph.computation import Part, Timeline
 from headway.job import Job
 from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
-from headway.planning.bound.lateness import Work, least_lateness
-from headway.planning.bound.periods import Form, Period
-from headway.planning.bound.ranks import Ranks, ranks_of
+from headway.planning.bound.periods import Form, Period, Ranks, ranks_of
 from headway.scheduling.buckets import BucketSchedule
+
+Work = tuple[float, float, float]
+"""Release time, due time, and duration on the link (ns)."""
+
+
+def least_lateness(work: Iterable[Work]) -> float:
+    """The least possible maximum lateness of ``work`` on one link; may be negative, and is -inf without work.
+
+    With preemption on one link, earliest due date first is optimal (Horn, 1974). The result is the largest excess, over
+    all intervals, of the work released and due within it over its length; so a burst that the link can carry once in any
+    interval lowers the lateness by that much.
+    """
+    coming = sorted(work)
+    latest = float("-inf")
+    now = 0.0
+    unfinished: list[tuple[float, float]] = []  # due time, remaining duration
+    index = 0
+    while index < len(coming) or unfinished:
+        if not unfinished:
+            now = max(now, coming[index][0])
+        while index < len(coming) and coming[index][0] <= now:
+            _, due, length = coming[index]
+            heapq.heappush(unfinished, (due, length))
+            index += 1
+        due, left = heapq.heappop(unfinished)
+        until = coming[index][0] if index < len(coming) else float("inf")
+        if now + left > until:
+            heapq.heappush(unfinished, (due, left - (until - now)))
+            now = until
+        else:
+            now += left
+            latest = max(latest, now - due)
+    return latest
+
 
 COMPUTATION, LATENCY = "computation", "latency"
 STEPS_AHEAD = 1  # by how many steps other ranks may approach the slowest one, or get ahead of it
@@ -179,3 +213,47 @@ def _passing_ns(period: Period, cut: Cut, sizes: Mapping[str, float]) -> float:
         else:
             work.append((released_ns, due_ns, length_ns))
     return max(_dependent_ns(period, cut.latency_ns), least_lateness(work) - cut.credit_ns)
+
+
+class PlanBounds:
+    """Computes bounds for the schedules of one job without pipeline stages.
+
+    For each schedule, only considers the cut of the cluster that binds most for unknown buckets.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._ranks: dict[Form, Ranks] = {}
+        self._of_form: dict[tuple[Form, float], StepBound] = {}
+
+    def of(self, schedule: BucketSchedule) -> StepBound:
+        """The bound of the mean step under ``schedule``, for any strategy that decides it."""
+        form, share = form_of(schedule), least_sent_share(schedule)
+        if form not in self._ranks:
+            self._ranks[form] = ranks_of(self._job, form)
+        ranks = self._ranks[form]
+        if (form, share) not in self._of_form:
+            self._of_form[form, share] = bound_of(self._job, form, sent_share=share, ranks=ranks)
+        form_bound = self._of_form[form, share]
+        cuts = [name for name in form_bound.parts_ns if name not in (COMPUTATION, LATENCY)]
+        if not cuts:
+            return form_bound
+        cut = max(cuts, key=form_bound.parts_ns.__getitem__)
+        plan_bound = bound_of(self._job, form, sent_share=share, schedule=schedule, ranks=ranks, cut_name=cut)
+        return max(form_bound, plan_bound, key=lambda bound: bound.step_ns)
+
+
+def form_of(schedule: BucketSchedule) -> Form:
+    """When ``schedule`` needs gradients; without gathers, it uses all-reduces."""
+    return schedule.gather if schedule.gather_order else "all-reduce"
+
+
+def least_sent_share(schedule: BucketSchedule) -> float:
+    """The least sent share of bytes over all buckets, at most 1."""
+    if schedule.halves is None:
+        sent = ((bucket.all_reduced_bytes, bucket.size_bytes) for bucket in schedule.buckets)
+    else:
+        sent = (
+            (schedule.half_bytes(REDUCE_SCATTER, bucket), bucket.size_bytes) for bucket in schedule.buckets
+        )
+    return min(1.0, min((part / total for part, total in sent if total), default=1.0))
