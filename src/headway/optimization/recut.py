@@ -161,7 +161,7 @@ def _of_split_model(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
     if (best := next(orders, None)) is None:
         return Recuts()
     job, now = replayer.job, replayer.replay(best)
-    ranks = [replayer.trace.ranks_of_split_model[stage][0] for stage in range(len(job.stages))]
+    ranks = [replayer.trace.ranks_of_stages[stage][0] for stage in range(len(job.stages))]
     count = best.decide(job).micro_batches
     played = [
         (replayer.simulate(links.resplit(job, split.ends), best), split.ends)
