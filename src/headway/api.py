@@ -162,7 +162,7 @@ def optimize(
     replayer = Replayer(_loaded(trace), cluster)
     more = others_of(replayer, [_loaded(recording) for recording in others])
     result = search(
-        replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow, budget_s=budget_s
+        replayer, memory_limit_bytes=memory_limit_bytes, other_recordings=more, allow=allow, budget_s=budget_s
     )
     best = following(result, strategy) if follow_network else result.best(strategy)
     return Optimized(

@@ -46,7 +46,7 @@ def test_rings_in_another_order_train_the_same() -> None:
 
 def test_an_order_of_other_ranks_is_refused() -> None:
     for said in workers.run(2, f"{CASES}:is_refused", "ab", RING, (0, 1, 2)):
-        assert "ring_order does not have every rank once" in said
+        assert "ring_order does not contain every rank exactly once" in said
 
 
 def test_halving_is_refused_on_every_rank_unless_they_are_a_power_of_two() -> None:

@@ -67,5 +67,5 @@ def test_it_is_diagnosed_and_no_plan_is_made(
     for command in (["replay", path], ["optimize", path, "-o", str(tmp_path / "plan.yaml")]):
         said = CliRunner().invoke(cli, command)
         assert said.exit_code != 0
-        assert "messages that a script sends" in str(said.exception)
+        assert "point-to-point messages of the script" in str(said.exception)
         assert "\n" not in str(said.exception)

@@ -141,7 +141,9 @@ def test_pipelines_side_by_side_are_proposed_and_trained_on_their_mesh(tmp_path:
     done = headway("record", "-o", tmp_path / "trace", "--steps", "3:6", "--no-measuring", "--", *stock)
     assert done.returncode == 0, done.stderr
     replayer = Replayer(load_trace(tmp_path / "trace"))
-    proposed = next(each for each in recuts(replayer, ()).found if isinstance(each.strategy, MeshStrategy))
+    proposed = next(
+        each for each in recuts(replayer, ()).pipelines if isinstance(each.strategy, MeshStrategy)
+    )
     assert isinstance(proposed.strategy, MeshStrategy)
     (point,) = proposed.strategy.pipeline.split_points
     assert point in ("head", *(f"blocks.{each}" for each in range(5)))

@@ -137,11 +137,11 @@ def test_an_imported_trace_is_replayed_as_it_was_recorded_and_takes_no_plan(
         assert document["peak_bytes"] == {"0": None, "1": None}
     assert run(["replay", one]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Note: The trace names no parameters" in said
+    assert "Note: The trace has no parameter names" in said
     assert "Note: Only 1 of 2 ranks were recorded" in said
     assert run(["optimize", whole]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("headway: the trace names no parameters, so no plan can be applied to it")
+    assert line.startswith("headway: no plan can be applied to a trace without parameter names")
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_an_unknown_strategy_is_refused_before_anything_is_searched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["optimize", str(written(JOB, tmp_path / "trace")), "--strategy", "telepathy"]) == 2
-    assert "no such strategy; got telepathy; expected ddp or decoupled" in capsys.readouterr().err
+    assert "unknown strategy; got telepathy; expected ddp or decoupled" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_told() -> None:

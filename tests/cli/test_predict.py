@@ -227,7 +227,7 @@ def test_what_functions_print_is_no_part_of_the_answer(
     options = ["--cluster", CLUSTER, "--workers", "2", "--json"]
     assert run(["predict", "own_functions:noisy", *options]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "prediction"
-    for name, said in (("leaving", "SystemExit: 3"), ("empty", "hold no sample")):
+    for name, said in (("leaving", "SystemExit: 3"), ("empty", "have no samples")):
         assert run(["predict", f"own_functions:{name}", *options]) == 2
         error = capsys.readouterr().err
         assert said in error

@@ -35,6 +35,6 @@ def test_what_is_no_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "notes.txt"
     path.write_text("nothing")
     assert run(["probe", "--nccl-tests", str(path), "-o", str(tmp_path / "c.yaml")]) == 2
-    assert "is no log of nccl-tests; " in capsys.readouterr().err
+    assert "is not a log of nccl-tests; " in capsys.readouterr().err
     assert run(["probe", "--nccl-tests", str(tmp_path / "gone.log"), "-o", str(tmp_path / "c.yaml")]) == 2
     assert not (tmp_path / "c.yaml").exists()

@@ -29,9 +29,9 @@ def test_programs_are_those_of_the_names() -> None:
 
 @pytest.mark.parametrize(("algorithm", "kind"), [("tree", ALL_REDUCE), (RING, "broadcast")])
 def test_unknown_names_are_refused(algorithm: str, kind: str) -> None:
-    with pytest.raises(PlanError, match="no such collective"):
+    with pytest.raises(PlanError, match=r"unknown collective|does not support this collective"):
         algorithms.program_of(algorithm, kind)
-    with pytest.raises(PlanError, match="no such collective"):
+    with pytest.raises(PlanError, match=r"unknown collective|does not support this collective"):
         algorithms.cost_name(algorithm, kind)
-    with pytest.raises(PlanError, match="no such collective"):
+    with pytest.raises(PlanError, match=r"unknown collective|does not support this collective"):
         live.collective(algorithm, kind, 0, 2)

@@ -40,7 +40,7 @@ def test_all_that_is_added_up_has_its_own_place_and_what_is_gathered_lands_where
 
 
 def test_there_is_no_direct_all_reduce() -> None:
-    with pytest.raises(PlanError, match="direct supports no such collective"):
+    with pytest.raises(PlanError, match="direct does not support this collective"):
         Selection(DIRECT, ALL_REDUCE).program_of(0, 2)
 
 

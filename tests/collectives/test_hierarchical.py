@@ -38,7 +38,7 @@ MIB = 2**20
 
 @st.composite
 def hosts_of(draw: st.DrawFn) -> Hosts:
-    """Up to 16 ranks, as many on every host, in any order."""
+    """Up to 16 ranks, equally many on every host, in any order."""
     workers = draw(st.integers(1, 4))
     places = [host for host in range(draw(st.integers(1, 4))) for _ in range(workers)]
     return Hosts.of_places(draw(st.permutations(places)) if draw(st.booleans()) else places)

@@ -108,7 +108,7 @@ def test_rounds_are_kept_and_traces_without_them_still_load(
     out = " ".join(capsys.readouterr().out.split())
     assert "Change to the training: every rank trains a model of its own" in out
     assert "8 of 2, of which 1 failed" in out
-    with pytest.raises(TraceError, match="average their models in groups"):
+    with pytest.raises(TraceError, match="average models in groups"):
         Replayer(trace)
 
 

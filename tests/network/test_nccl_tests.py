@@ -82,7 +82,7 @@ def test_the_cluster_of_logs_predicts_more_hosts() -> None:
     assert cluster.nccl.cards_gb_s == 48.0
     assert cluster.hosts[0].up_gbps == pytest.approx(0.8 * 48 * 8 * 8, rel=0.05)
     assert cluster.nccl.network_factor == pytest.approx(1.5, rel=0.25)
-    assert "in the median of 84 rows" in accuracy
+    assert "(median of 84 rows)" in accuracy
 
 
 def test_published_logs_of_two_sizes_predict_the_others() -> None:
@@ -138,7 +138,7 @@ def test_rings_of_rccl_are_fitted_over_numbers_of_hosts() -> None:
     assert cluster.hosts[0].up_gbps == pytest.approx(2400, rel=0.01)
     more = cluster.model_copy(update={"hosts": cluster.hosts * 2})
     assert collective_time(more, "all-reduce", 2**30).time_us == pytest.approx(times_us(8)[2**30], rel=0.05)
-    with pytest.raises(UserError, match="no row of a log is of several hosts"):
+    with pytest.raises(UserError, match="the logs have no row for several hosts"):
         cluster_of([of_rccl("all_reduce", 1, times_us(1))])
 
 
@@ -150,7 +150,7 @@ def test_amd_gpus_are_told_by_their_names(device: str, amd: bool) -> None:
 
 
 def test_what_is_no_log_is_refused() -> None:
-    with pytest.raises(UserError, match=r"hello\.txt is no log of nccl-tests"):
+    with pytest.raises(UserError, match=r"hello\.txt is not a log of nccl-tests"):
         read_log("hello", "hello.txt")
 
 

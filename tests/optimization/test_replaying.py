@@ -15,7 +15,7 @@ from tests.synthetic import synthetic_trace
 from headway.errors import UserError
 from headway.optimization.candidate import Candidate
 from headway.optimization.result import SearchResult
-from headway.optimization.search import Asked, replay_all, search
+from headway.optimization.search import Evaluation, replay_all, search
 from headway.replayer.replayer import Replayer
 from headway.strategies.decoupled.planner.search import plan
 from headway.strategies.decoupled.policy import DecoupledStrategy
@@ -107,7 +107,7 @@ def test_strategies_take_turns() -> None:
         return candidate
 
     every = search(replayer_of(), prune=False).candidates
-    asked = [Asked(each.strategy, each.schedule, partial(noted, each)) for each in every]
+    asked = [Evaluation(each.strategy, each.schedule, partial(noted, each)) for each in every]
     found = replay_all(asked, TimeLimit())
     assert found.candidates == every
     assert [set(told[:2]), set(told[2:4])] == [{"ddp", "decoupled"}] * 2

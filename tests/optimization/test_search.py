@@ -132,7 +132,7 @@ def test_other_buckets_of_the_same_number_are_a_change(replayer: Replayer) -> No
     one, two = (each.decide(replayer.job) for each in plans)
     assert _changes(plans[0], one, plans[0], one) == UNCHANGED
     assert _changes(plans[0], one, plans[1], two) == (
-        "as many collectives, of other contents or in another order",
+        "the same number of collectives, with other contents or in another order",
     )
 
 
@@ -184,7 +184,9 @@ def test_what_the_recorded_command_cannot_run_is_never_taken(replayer: Replayer)
     assert pipeline.name not in [each.name for each in ahead.like(ahead.best())]
     assert ahead.best("stages").name == pipeline.name
     only = replace(ahead, candidates=())
-    with pytest.raises(UserError, match=r"follow as it is; got 2 stages, which needs headway\.parallelize"):
+    with pytest.raises(
+        UserError, match=r"without editing the script; got 2 stages, which needs headway\.parallelize"
+    ):
         only.best()
 
 
@@ -289,7 +291,7 @@ def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:
         events.name[events.kind == Kind.OPTIMIZER] = "own.Shampoo"
     found = search(Replayer(trace, cluster_of(one)))
     assert {candidate.strategy.name for candidate in found.candidates} == {"ddp"}
-    with pytest.raises(UserError, match=r"no plan of this strategy was found: own\.Shampoo may read"):
+    with pytest.raises(UserError, match=r"there is no plan of this strategy: own\.Shampoo may read"):
         found.best("decoupled")
 
 

@@ -222,5 +222,5 @@ def test_no_pass_is_tried_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> No
     limit = TimeLimit.of(0.0)
     with limited(limit):
         found = module.with_passes(replayer, candidates, None, ())
-    assert (found.replays, found.found) == (0, ())
+    assert (found.replays, found.candidates) == (0, ())
     assert limit.cut_short

@@ -54,7 +54,7 @@ def test_two_batch_sizes_tell_of_computation_that_depends_on_neither() -> None:
     assert found.fixed_ms == pytest.approx(12, rel=0.1)
     least = predict(found.corrected(workloads[16]), cluster.resized(16), name, ddp, found.what_if)
     assert least.step_ms == pytest.approx(steps_ms[16], rel=0.03)
-    assert " ms more a step whatever its batch" in found.describe()
+    assert " ms more per step at any batch size" in found.describe()
 
 
 def test_measured_steps_have_a_batch_or_the_predicted_one() -> None:

@@ -21,7 +21,9 @@ def test_no_collective_beats_its_bound_and_large_ones_come_near(name: str, kind:
 
 
 def test_what_is_no_collective_is_refused() -> None:
-    with pytest.raises(UserError, match="--collective is not known; got 'all-together'; expected all-reduce"):
+    with pytest.raises(
+        UserError, match="--collective: unknown name; got 'all-together'; expected all-reduce"
+    ):
         collective_time(cluster_named("gloo-10gbe"), "all-together", 2**20)
     with pytest.raises(UserError, match="one worker"):
         collective_time(cluster_named("gloo-10gbe").resized(1), "all-reduce", 2**20)

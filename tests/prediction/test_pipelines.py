@@ -70,7 +70,7 @@ def test_a_pipeline_on_fast_links_takes_its_bubble() -> None:
     assert found.samples_per_s == pytest.approx(2 * workload.samples / found.step_ms * 1e3)
     assert "2 stages" in found.notes[0]
     assert "transformer.h." in found.notes[0]
-    assert "weights that stages share" in found.notes[-1]
+    assert "all-reduce of shared weights" in found.notes[-1]
 
 
 def test_replicas_of_stages_and_stages_by_hand() -> None:
@@ -166,10 +166,7 @@ def test_the_answer_says_which_host_has_which_stage() -> None:
             PlacedStage(1, "b", tuple(f"h{i}" for i in range(20, 40))),
         ),
     )
-    assert (
-        many.describe()
-        == "stage 0 on 20 hosts from h0 to h19, and so on to stage 1 on 20 hosts from h20 to h39"
-    )
+    assert many.describe() == "stage 0 on 20 hosts from h0 to h19, up to stage 1 on 20 hosts from h20 to h39"
 
 
 def on_hosts(hosts: int, workers: int, library: Literal["gloo", "nccl"] = "gloo", **fields: Any) -> Cluster:
@@ -224,7 +221,7 @@ def test_a_model_of_39_billion_parameters_on_512_gpus() -> None:
     found = predict(workload, cluster, "pipeline", PredictedPipeline(stages=2, micro_batches=6))
     assert found.operations < 20_000
     assert found.samples_per_s == pytest.approx(1536 / found.step_ms * 1e3)
-    assert "of 256 pipelines that do the same at the same moment 8 were played" in found.notes[-1]
+    assert "8 of 256 identical pipelines were simulated" in found.notes[-1]
 
 
 def test_interleaved_stages_have_a_smaller_bubble() -> None:
@@ -318,7 +315,7 @@ def test_tensor_parallelism_within_hosts() -> None:
     assert found.workers == 64
     assert found.exposed_ms * 1e6 > shared.tensor_ns
     assert found.peak_bytes < predict(workload, cluster, "x", plain).peak_bytes
-    with pytest.raises(UserError, match="whole groups"):
+    with pytest.raises(UserError, match="tensor-parallel groups"):
         play_pipeline(workload, on_hosts(6, 4), PredictedPipeline(stages=2, tensor=3))
 
 
@@ -345,7 +342,7 @@ def test_what_is_refused(strategy: PredictedPipeline, workers: int, said: str) -
 def test_a_model_of_which_nobody_knows_where_to_cut_it() -> None:
     workload = a_workload()
     layers = tuple(replace(layer, cut_bytes=0) for layer in workload.layers)
-    with pytest.raises(UserError, match="where the model may be cut"):
+    with pytest.raises(UserError, match="no layer after which it may be split"):
         predict(replace(workload, layers=layers), a_cluster(10, 10), "pipeline", PredictedPipeline())
 
 

@@ -50,7 +50,7 @@ def test_times_at_two_batch_sizes_have_a_fixed_part(table: Path) -> None:
     assert workload.samples == 48
     assert (workload.layers[0].forward_ns, workload.layers[0].backward_ns) == (3_500_000, 10_000_000)
     assert workload.layers[1].forward_ns == 3_000_000
-    assert "in proportion to the batch" in workload.notes[0]
+    assert "proportional to the batch" in workload.notes[0]
     assert workload_named(str(table), None, "sgd").layers[0].forward_ns == 1_500_000
 
 
@@ -74,7 +74,7 @@ def test_parameters_in_half_precision_have_gradients_in_it(table: Path) -> None:
     workload = workload_named(str(table), "a100", "sgd")
     assert workload.spec.size_bytes == 2 * 215
     assert workload.times.endswith(" in bf16")
-    with pytest.raises(UserError, match="contradicts the model"):
+    with pytest.raises(UserError, match="does not match the type of the model"):
         workload_named(str(table), "a100", "sgd", None, "fp32")
 
 

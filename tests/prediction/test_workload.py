@@ -92,5 +92,5 @@ def test_tensor_cores_reach_what_is_published(
 
 
 def test_a_device_without_a_precision_says_so() -> None:
-    with pytest.raises(UserError, match="V100 SXM2 has no such precision"):
+    with pytest.raises(UserError, match="V100 SXM2 does not support this precision"):
         DEVICES["v100"].at("bf16")

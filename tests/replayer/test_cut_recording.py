@@ -59,7 +59,7 @@ def test_a_step_of_stages_is_that_of_a_job_reckoned_by_hand() -> None:
     """Four ranks, modules that take 5 and 10 ms for a batch of 8: four stages train 32 samples in 16 parts of 2."""
     of = replayer()
     found = next(
-        each for each in recuts(of, ()).found if each.name.startswith("4 stages, pipeline, 1F1B, 16")
+        each for each in recuts(of, ()).pipelines if each.name.startswith("4 stages, pipeline, 1F1B, 16")
     )
     assert isinstance(found.strategy, PipelineStrategy)
     assert found.strategy.split_points == ("layer1", "layer2", "head")
@@ -136,7 +136,7 @@ def test_candidates_stand_beside_those_that_the_script_follows() -> None:
         assert explained.further is None
     assert "BatchNorm" not in found.note
     normed = search(replayer(recorded(CHAIN.model_copy(update={"batch_norms": True}))))
-    assert "BatchNorm computes its statistics of micro-batches" in normed.note
+    assert "BatchNorm computes statistics per micro-batch" in normed.note
 
 
 def test_a_slow_rank_has_less_to_do() -> None:
@@ -162,14 +162,14 @@ def test_batches_split_evenly() -> None:
 @pytest.mark.parametrize(
     ("chain", "why"),
     [
-        (None, "does not say how much modules hand on"),
+        (None, "lacks the sizes of the activations between modules"),
         (Chain(why_not="a tensor goes around some module to a later one"), "a tensor goes around"),
-        (CHAIN.model_copy(update={"links": CHAIN.links[::-1]}), "not in the order of the chain"),
+        (CHAIN.model_copy(update={"links": CHAIN.links[::-1]}), "did not run in the order of the chain"),
         (
             CHAIN.model_copy(
                 update={"links": tuple(each.model_copy(update={"output_bytes": 0}) for each in CHAIN.links)}
             ),
-            "no module behind which it can be cut",
+            "no module after which it can be split",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_why_there_are_none_is_said(chain: Chain | None, why: str) -> None:
 
 def test_only_recordings_of_ddp_tell_the_times_of_modules() -> None:
     of = replayer()
-    assert "record it with ddp" in why_not_cut(of.trace, of.job, DecoupledStrategy())
+    assert "record the job with ddp" in why_not_cut(of.trace, of.job, DecoupledStrategy())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_hosts_with_slow_links_stand_at_an_end() -> None:
         for rank, gbps in enumerate((8, 0.5, 8, 8))
     )
     of = Replayer(recorded(), Cluster(hosts=hosts, latency_us=10))
-    found = next(each for each in recuts(of, ()).found if each.name.startswith("4 stages"))
+    found = next(each for each in recuts(of, ()).pipelines if each.name.startswith("4 stages"))
     names = [host.name for host in found.job.on.hosts]
     assert "host1" in (names[0], names[-1])
     assert f"on hosts {', '.join(names)} in this order" in found.change

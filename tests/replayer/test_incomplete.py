@@ -52,7 +52,7 @@ def test_no_plan_is_laid_over_a_trace_without_computation() -> None:
     passes = (Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD)
     without = changed(trace, lambda row: None if row.kind in passes else row)
     check_takes_plans(trace)
-    with pytest.raises(TraceError, match=r"no computation.*no backward on rank 0"):
+    with pytest.raises(TraceError, match=r"without computation.*no backward on rank 0"):
         check_takes_plans(without)
 
 
@@ -63,7 +63,7 @@ def test_no_plan_is_laid_over_waits_that_replay_does_not_lay_out() -> None:
         for rank, own in trace.events.items()
     }
     events = {rank: Events.from_rows([*own, *waits[rank]]) for rank, own in trace.events.items()}
-    with pytest.raises(TraceError, match=r"asynchronous communication of its own.*got such waits for \d+%"):
+    with pytest.raises(TraceError, match=r"own asynchronous communication.*got such waits take \d+%"):
         check_takes_plans(replace(trace, events=events))
 
 
@@ -99,7 +99,7 @@ def test_recorded_buckets_answer_as_parameters_do(gbps: float) -> None:
     whole = as_bucketed(synthetic_trace(one))
     known, unknown = (Replayer(trace, cluster_of(one)) for trace in (whole, bare(whole)))
     assert known.lacks == ()
-    assert "names no parameters" in unknown.lacks[0]
+    assert "no parameter names" in unknown.lacks[0]
     assert len(unknown.lacks) == 1
     assert unknown.base.step_ms == pytest.approx(unknown.recorded_step_ms, rel=0.02)
     for asked in WHAT_IFS:
@@ -111,7 +111,7 @@ def test_recorded_buckets_answer_as_parameters_do(gbps: float) -> None:
 
 def test_no_plan_is_laid_over_recorded_buckets() -> None:
     replayer = Replayer(bare(synthetic_trace(job())))
-    with pytest.raises(TraceError, match=r"no plan can be applied to it. Record a job that constructs"):
+    with pytest.raises(TraceError, match=r"no plan can be applied .* Record a job that constructs"):
         replayer.replay(DistributedDataParallelStrategy())
 
 
@@ -300,9 +300,9 @@ def test_backward_ends_before_the_optimizer_whatever_is_waited_for_behind_it() -
 def test_what_cannot_be_replayed_is_refused() -> None:
     trace = bare(synthetic_trace(job()))
     unsized = altered(trace, lambda row: row._replace(size_bytes=-1))
-    with pytest.raises(TraceError, match=r"does not say how many bytes .*record_shapes=True"):
+    with pytest.raises(TraceError, match=r"sizes of collectives are missing .*record_shapes=True"):
         Replayer(unsized)
-    with pytest.raises(TraceError, match="holds no collective of gradients"):
+    with pytest.raises(TraceError, match="has no gradient collectives"):
         Replayer(altered(trace, lambda _: None))
     with pytest.raises(TraceError, match="got a reduce_scatter of gradients"):
         Replayer(altered(trace, lambda row: row._replace(name="reduce_scatter")))

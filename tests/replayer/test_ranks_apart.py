@@ -31,7 +31,7 @@ def test_ranks_that_did_not_step_together_are_diagnosed_and_not_replayed(tmp_pat
     trace = without_steps(tmp_path / "trace", 1, *steps[-3:])
     assert trace.steps == steps[:-3]
     assert len(diagnose(trace).step_times_ms) == len(steps) - 3
-    with pytest.raises(TraceError, match="8 steps of rank 0, 5 of rank 1") as caught:
+    with pytest.raises(TraceError, match="8 steps on rank 0, 5 on rank 1") as caught:
         Replayer(trace)
     assert "\n" not in str(caught.value)
     check_same_steps(with_ranks(trace, {0: {"source": "profile.json"}}))

@@ -508,7 +508,8 @@ def optimize(
         replayer = Replayer(loaded[0], cluster)
         other_sizes = others_of(replayer, loaded[1:])
         result = search(
-            replayer, advance, memory_limit_bytes=limit_bytes, others=other_sizes, allow=allow, budget_s=budget_s,
+            replayer, advance, memory_limit_bytes=limit_bytes, other_recordings=other_sizes, allow=allow,
+            budget_s=budget_s,
             needed=wanted or "",
         )  # fmt: skip
     predicted = following(result, wanted) if follow else result.best(wanted)

@@ -1,4 +1,4 @@
-"""Collective algorithms by name: what a plan may choose, what it does, and what names its cost on a cluster."""
+"""Registers the collective algorithms by name, with their chunk programs and the names of their costs."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ ALL_GATHER = "all_gather"
 ALL_TO_ALL = "all_to_all"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 OF_LIBRARIES = (*KINDS, ALL_TO_ALL)
-"""The kinds that libraries carry out; for the last there is no chunk program of ours."""
+"""The kinds that libraries provide; Headway has no chunk program of its own for the last."""
 
 RING = "ring"  # Headway's chunk programs
 HIERARCHICAL = "hierarchical"  # rings within hosts and across them
 DIRECT = "direct"  # every rank sends to every other one
 HALVING_DOUBLING = "halving_doubling"  # partners halve and double what they hold
-TREE = "tree"  # every chunk along a tree of its own
-NATIVE = "native"  # the process group's own collectives, of Gloo where replay plays them
-NCCL = "nccl"  # a process group's own as NCCL does them: replayed, never chosen
-SERVERS = "servers"  # every rank a parameter server
-COMPRESSED = "compressed"  # in recordings: a process group's own, of what a codec makes of a bucket
+TREE = "tree"  # one tree per chunk
+NATIVE = "native"  # the process group's own collectives, replayed as Gloo's
+NCCL = "nccl"  # the process group's own collectives on NCCL: replayed, never chosen
+SERVERS = "servers"  # every rank is a parameter server
+COMPRESSED = "compressed"  # in recordings: the process group's own collective on a codec's output
 
 GLOO_ALL_REDUCE = "gloo_all_reduce"
 
-# ProcessGroupGloo serves its queue with two threads, in order. It does not say when one takes a collective up.
+# ProcessGroupGloo serves its queue with two threads, in order, and does not report when a thread starts a collective.
 GLOO_THREADS = 2
 
 
@@ -68,12 +68,11 @@ GLOO_THREADS = 2
 class Algorithm:
     """One way to carry out collectives of some ``kinds``.
 
-    ``programs`` gives the chunk programs of a kind in so many pieces, ``cost_name`` the name under which
-    ``Cluster.algorithms`` holds what that costs. ``is_library`` says that live the process group does it by itself.
-    ``probed`` are the kinds that share a cost, each with the pieces in which a probe measures them. ``follows_hosts``
-    says that programs depend on which ranks share a host, ``repeats`` that some ranks stand for all others
-    (``ChunkProgram.rotation`` or ``mirrors``). ``check`` raises PlanError for ranks on hosts with which it
-    cannot do; ``differs`` says whether it can, and does anything there that rings do not.
+    ``programs`` returns the chunk programs of a kind for a number of pieces; ``cost_name`` the name of their cost in
+    ``Cluster.algorithms``. ``is_library``: the process group runs it in a live job. ``probed`` lists groups of kinds that
+    share a cost, with the pieces that a probe measures. ``follows_hosts``: programs depend on which ranks share a host.
+    ``repeats``: some ranks represent all others (``ChunkProgram.rotation`` or ``mirrors``). ``check`` raises PlanError
+    for unsupported hosts; ``differs`` says whether hosts are supported and the algorithm differs from rings there.
     """
 
     name: str
@@ -96,12 +95,12 @@ def _rings(kind: str, pieces: int) -> ProgramOf:
 
 
 def _hierarchical(kind: str, pieces: int) -> ProgramOf:
-    made = {
+    programs = {
         ALL_REDUCE: hierarchical_all_reduce,
         REDUCE_SCATTER: hierarchical_reduce_scatter,
         ALL_GATHER: hierarchical_all_gather,
     }[kind]
-    return partial(made, pieces=pieces)
+    return partial(programs, pieces=pieces)
 
 
 def _direct(kind: str, pieces: int) -> ProgramOf:
@@ -118,7 +117,7 @@ def _trees(kind: str, _pieces: int) -> ProgramOf:
 
 
 def _gloo(kind: str, pieces: int) -> ProgramOf:
-    """What Gloo does (``collectives.gloo``): its reduce-scatter moves as much as a whole all-reduce, as measured."""
+    """Gloo's programs (``flat``). Its reduce-scatter moves as much as a full all-reduce, as measured."""
     if kind == ALL_TO_ALL:
         return gloo_all_to_all
     native = gloo_all_gather if kind == ALL_GATHER else gloo_all_reduce
@@ -130,14 +129,14 @@ def _native_cost(kind: str, _pieces: int) -> str:
 
 
 def _nccl(kind: str, pieces: int) -> ProgramOf:
-    """NCCL's rings, in its pieces, are like our own; its all-to-all is sends and receives, all in flight together."""
+    """NCCL's rings in pieces are like Headway's; its all-to-all sends and receives everything at once."""
     return gloo_all_to_all if kind == ALL_TO_ALL else _rings(kind, pieces)
 
 
 _HALVES = (REDUCE_SCATTER, ALL_GATHER)
 ALGORITHMS: dict[str, Algorithm] = {
-    each.name: each
-    for each in (
+    algorithm.name: algorithm
+    for algorithm in (
         Algorithm(
             RING,
             KINDS,
@@ -201,16 +200,15 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 FOR_HALVES = tuple(
-    name for name, each in ALGORITHMS.items() if each.probed and set(_HALVES) <= set(each.kinds)
+    name
+    for name, algorithm in ALGORITHMS.items()
+    if algorithm.probed and set(_HALVES) <= set(algorithm.kinds)
 )
-"""Those that a plan may choose for the halves of a decoupled all-reduce."""
+"""The algorithms that a plan may choose for the halves of a decoupled all-reduce."""
 
 
 def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
-    """The name under which ``Cluster.algorithms`` holds what a collective costs.
-
-    Raises PlanError for an unknown name.
-    """
+    """The name of a collective's cost in ``Cluster.algorithms``. Raises PlanError for an unknown algorithm."""
     return known_algorithm(algorithm, kind).cost_name(kind, pieces)
 
 
@@ -225,18 +223,18 @@ def program_of(
 ) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
-    A library's own collective is replayed as what it does. ``hosts`` is for algorithms that follow them, ``shares`` for
-    servers, ``order`` for rings. Raises PlanError for an unknown name.
+    A library's own collective is replayed as the library does it. ``hosts`` is for algorithms that depend on them,
+    ``shares`` for servers, ``order`` for rings. Raises PlanError for an unknown name.
     """
-    known = known_algorithm(algorithm, kind)
-    programs: Callable[..., ChunkProgram] = known.programs(kind, pieces)
+    info = known_algorithm(algorithm, kind)
+    programs: Callable[..., ChunkProgram] = info.programs(kind, pieces)
     if shares:
         assert algorithm == SERVERS, f"{algorithm} collectives have no shares"
         return partial(programs, shares=shares)
     if order:
         assert algorithm == RING, f"{algorithm} collectives have no order of ranks"
         return partial(in_order, program_of=programs, order=order)
-    if not known.follows_hosts:
+    if not info.follows_hosts:
         return programs
     assert hosts is not None, f"{algorithm} collectives depend on hosts"
     return partial(programs, hosts=hosts)
@@ -245,29 +243,26 @@ def program_of(
 def sent_bytes(
     algorithm: str, kind: str, world_size: int, size_bytes: int, hosts: Hosts | None = None
 ) -> float:
-    """What passes a link in each direction in a collective of a tensor of ``size_bytes``: what a rank sends to others.
+    """The bytes that a link carries in each direction in a collective of ``size_bytes``: what a rank sends.
 
-    On several ``hosts`` it is what all ranks of the first one send to those of the others. Raises PlanError for an
-    unknown name.
+    With several ``hosts``, what all ranks of the first host send to other hosts. Raises PlanError for an unknown name.
     """
-    known = program_of(algorithm, kind, hosts=hosts)
+    chunk_programs = program_of(algorithm, kind, hosts=hosts)
     here = hosts.ranks[0] if hosts is not None and len(hosts.ranks) > 1 else (0,)
-    programs = [known(rank, world_size) for rank in here]
+    programs = [chunk_programs(rank, world_size) for rank in here]
     pieces = sum(step.run for program in programs for step in program.steps if step.send_to not in here)
     return size_bytes / world_size * pieces / programs[0].pieces
 
 
 def known_algorithm(algorithm: str, kind: str) -> Algorithm:
-    """The algorithm of that name. Raises PlanError for an unknown one, or one that has no such ``kind``."""
-    found = ALGORITHMS.get(algorithm)
-    if found is None:
-        raise PlanError(
-            "there is no such collective algorithm", got=algorithm, expected=" or ".join(ALGORITHMS)
-        )
+    """The algorithm of that name. Raises PlanError if it is unknown or does not support ``kind``."""
+    info = ALGORITHMS.get(algorithm)
+    if info is None:
+        raise PlanError("unknown collective algorithm", got=algorithm, expected=" or ".join(ALGORITHMS))
     if kind not in OF_LIBRARIES:
-        raise PlanError("there is no such collective kind", got=kind, expected=" or ".join(OF_LIBRARIES))
-    if kind not in found.kinds:
+        raise PlanError("unknown collective kind", got=kind, expected=" or ".join(OF_LIBRARIES))
+    if kind not in info.kinds:
         raise PlanError(
-            f"{algorithm} supports no such collective", got=kind, expected=" or ".join(found.kinds)
+            f"{algorithm} does not support this collective", got=kind, expected=" or ".join(info.kinds)
         )
-    return found
+    return info

@@ -1,4 +1,4 @@
-"""Collectives in a graph of operations: chunk programs expanded into transfers on links."""
+"""Expands collectives into a graph of operations: chunk programs become transfers on links."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ class CollectiveBlock:
         columns: tuple[Messages, Messages, Messages],
         ends: Sequence[int],
     ) -> None:
-        """``columns`` are what it costs ranks at first, its messages, and what they are to their receivers."""
+        """``columns`` are the initial costs of ranks, the messages, and the work of their receivers."""
         self._structure = structure
         self._columns = columns
         self._ends = np.array(ends, dtype=np.int64)
 
     @property
     def operations(self) -> int:
-        """How many operations."""
+        """The number of operations."""
         return self._structure.operations
 
     @property
     def spills(self) -> int:
-        """How much room its successors need besides the rows."""
+        """The number of spilled successors, which do not fit into the rows."""
         return len(self._structure.edges.spilled)
 
     def fill(self, into: OperationGraph, base: int, spill: int) -> None:
         """Write the rows (``simulation.operations.Block``)."""
         structure, edges = self._structure, self._structure.edges
-        own = slice(base, base + self.operations)
+        block_rows = slice(base, base + self.operations)
         for messages, rows in zip(self._columns, structure.places(base), strict=True):
             into.wide[rows, DURATION] = messages.duration_ns.T.ravel()
             into.narrow[rows, ROUTE] = messages.route.T.ravel()
-        into.narrow[own, WAITS] = structure.waits
+        into.narrow[block_rows, WAITS] = structure.waits
         slots = np.where(edges.slots >= 0, edges.slots + base, edges.slots)
         outside = self._ends[OUTSIDE - slots.ravel()[structure.outside]]
         slots.ravel()[structure.outside] = outside
-        into.narrow[own, SUCCESSORS:] = slots
-        into.narrow[own, SPILL] = np.where(edges.spill >= 0, edges.spill + spill, NONE)
+        into.narrow[block_rows, SUCCESSORS:] = slots
+        into.narrow[block_rows, SPILL] = np.where(edges.spill >= 0, edges.spill + spill, NONE)
         spilled = into.spilled[spill : spill + self.spills]
         spilled[:] = edges.spilled
         spilled[edges.targets] += base
@@ -77,13 +77,12 @@ def expand(
     connection: int = 0,
     members: tuple[int, ...] = (),
 ) -> int:
-    """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
+    """Add a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (one operation per rank).
 
-    It is one of all ranks, or of ``members``, in whose order begins and ends are; those are ranks of the cluster, and
-    what they do is what a group of so many ranks does. Of folded ones the first are there.
-    Concurrent collectives on one ``connection`` send their messages one after the other. Who waits for whom
-    is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
-    Returns the number of its first operation.
+    It spans all ranks, or ``members`` (ranks of the cluster, in the order of begins and ends). Of folded ranks, only the
+    first are present. Concurrent collectives on one ``connection`` send their messages one after the other.
+    ``program.structure_of`` says who waits for whom. An empty piece, as in a barrier, takes the latency of a message but
+    no link. Returns the number of its first operation.
     """
     count, here = len(members) or resources.world_size, _played(resources, members)
     assert len(begins) == len(ends) == here
@@ -107,9 +106,9 @@ def expand_nccl(
     connection: int = 0,
     members: tuple[int, ...] = (),
 ) -> int:
-    """Put a collective of NCCL's between its members' ``begins`` and ``ends``, as its own model times it.
+    """Add an NCCL collective between its members' ``begins`` and ``ends``, timed by NCCL's own model.
 
-    Its kernels begin when all members have come, and end together. Arguments and result are those of ``expand``.
+    Its kernels begin when all members have arrived, and end together. Arguments and result as in ``expand``.
     """
     assert len(begins) == len(ends) == _played(resources, members)
     all_there = builder.operation(after=begins)
@@ -131,14 +130,14 @@ def alone(
     size_bytes: int,
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
 ) -> OperationGraph:
-    """One collective with nothing else in flight."""
+    """The graph of one collective with nothing else in flight."""
     return repeated(cluster, program_of, size_bytes, cost, 1)
 
 
 def repeated(
     cluster: Cluster, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, count: int
 ) -> OperationGraph:
-    """As many collectives, each rank's as soon as the one before is done, with nothing else in flight."""
+    """The graph of ``count`` collectives back to back on every rank, with nothing else in flight."""
     resources = ClusterResources(cluster)
     builder = resources.builder()
     begins = [builder.operation() for _ in range(cluster.world_size)]

@@ -1,8 +1,7 @@
-"""The loop of the live executor: what ``collectives.program`` says, on prepared lists.
+"""The inner loop of the live executor, which runs a chunk program on prepared lists.
 
-A thread concurrent with training that asks for the interpreter after every message waits for it every time.
-TorchScript runs this very function without the interpreter, so a collective asks for it once. Where TorchScript is not
-to be had, the function runs as the Python that it is.
+A thread that needs the interpreter lock after every message waits for training every time. TorchScript runs this
+function without the lock, so a collective takes it once. Without TorchScript, the function runs as plain Python.
 """
 
 import warnings
@@ -34,12 +33,12 @@ def execute(
 ) -> List[int]:  # noqa: UP006
     """Run a program whose step ``i`` sends ``outgoing[i]`` and receives into ``landing[i]``.
 
-    What has landed is added to ``target[i]`` unless that is empty. Empty tensors are neither sent nor received. All
-    messages carry ``tag``. A receive is posted before any send of its time: the peer is told of it by a message, which
-    should not have to queue behind a payload.
+    Received data is added to ``target[i]`` unless that is empty. Empty tensors are not sent or received. All messages
+    carry ``tag``. Receives are posted before sends, because their announcement to the peer should not queue behind a
+    payload.
 
-    Returns nothing, or where ``timed``, monotonic times in ns: of each step, when its receive was posted, when that
-    was done, when its send was posted, and when that was known to have left; 0 where there was none.
+    If ``timed``, returns monotonic times in ns, else an empty list. The times are four per step: receive posted,
+    receive done, send posted, send known to have left; 0 without a message.
     """
     count = len(outgoing)
     times: List[int] = [0] * (4 * count if timed else 0)  # noqa: UP006
@@ -79,7 +78,7 @@ def execute(
 
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., List[int]]:  # noqa: UP006
-    """``execute`` as it runs without the interpreter, or itself where it cannot."""
+    """``execute`` compiled by TorchScript, or the plain function if that fails."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

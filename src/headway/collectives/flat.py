@@ -1,4 +1,4 @@
-"""Collectives that treat all ranks alike, as chunk programs: direct, halving and doubling, trees, Gloo's."""
+"""Chunk programs that ignore hosts: direct, halving and doubling, trees, and Gloo's own collectives."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from headway.collectives.hierarchical import Hosts
 from headway.collectives.program import LOOKAHEAD_ROUNDS, ChunkProgram, Step, owned_chunk
 from headway.errors import PlanError
 
-# Direct halves: every rank sends to every other one, all at once, as chunk programs.
+# Direct halves: every rank sends to every other rank at once.
 #
-# As many messages and bytes as in a ring, but nothing waits for what came before: a small tensor takes the latency of one
-# message rather than of ``world_size - 1``. What that costs is memory, as all that is added up may arrive before any of
-# it is: nearly as much as the tensor has. And where hosts have several workers, each of them sends to every worker of
-# the others, so that their links carry many times what they do in a ring.
+# The same messages and bytes as a ring, but without dependencies: a small tensor takes the latency of one message instead
+# of ``world_size - 1``. The price is scratch memory of nearly the tensor's size, since all may arrive before any of it
+# is added. With several workers per host, links carry many times the traffic of a ring.
 
 
 @lru_cache(maxsize=4096)
 def direct_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
-    """Every chunk goes to its owner, which adds them up from the rank before it around to the one behind it."""
-    own = owned_chunk(rank, world_size)
+    """Send every chunk to its owner, which adds them up in decreasing rank order, starting with the rank before it."""
+    own_chunk = owned_chunk(rank, world_size)
     steps = tuple(
         Step(
             send_piece=owned_chunk(rank + distance, world_size) * pieces + piece,
             send_to=(rank + distance) % world_size,
-            receive_piece=own * pieces + piece,
+            receive_piece=own_chunk * pieces + piece,
             receive_from=(rank - distance) % world_size,
             reduce=True,
         )
@@ -37,11 +36,11 @@ def direct_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkP
 
 @lru_cache(maxsize=4096)
 def direct_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
-    """Every owner sends its chunk to all others."""
-    own = owned_chunk(rank, world_size)
+    """Send the own chunk to all other ranks."""
+    own_chunk = owned_chunk(rank, world_size)
     steps = tuple(
         Step(
-            send_piece=own * pieces + piece,
+            send_piece=own_chunk * pieces + piece,
             send_to=(rank + distance) % world_size,
             receive_piece=owned_chunk(rank - distance, world_size) * pieces + piece,
             receive_from=(rank - distance) % world_size,
@@ -56,26 +55,26 @@ def direct_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgr
 def _direct_program(
     name: str, rank: int, world_size: int, steps: tuple[Step, ...], pieces: int
 ) -> ChunkProgram:
-    """All receives are posted at the beginning: a receive that is posted later is announced behind what is sent."""
+    """Post all receives at the beginning, since a later one would be announced behind payloads."""
     lookahead = max(1, len(steps))
     return ChunkProgram(name, rank, world_size, world_size, steps, pieces, lookahead, rotation=1)
 
 
 # Recursive halving and recursive doubling (Thakur, Rabenseifner, Gropp, 2005), as chunk programs.
 #
-# In each round of the reduce-scatter a rank and its partner halve what both of them still add up: it sends the half that
-# holds its partner's chunk, in one message, and adds what it receives to the other. The all-gather goes back the same
-# way. As many bytes as in a ring, in ``log2(world_size)`` messages and as many rounds rather than ``world_size - 1``.
+# In each round of the reduce-scatter, a rank and its partner halve the chunks that they still reduce: the rank sends the
+# half with its partner's chunk in one message, and adds what it receives to the other half. The all-gather reverses this.
+# The same bytes as a ring, in ``log2(world_size)`` messages and rounds instead of ``world_size - 1``.
 #
-# Partners are far apart first, so that what a message carries lies side by side. Where hosts have several workers, the
-# large first rounds therefore go between hosts, whose links carry many times what they do in a ring.
+# Partners are far apart first, so that a message is contiguous. With several workers per host, the large first rounds
+# therefore cross hosts, and links carry many times the traffic of a ring.
 #
-# The number of ranks is a power of two. Others would have to be folded in, each by a message of the whole tensor before
-# and of its own chunk behind: that alone takes as long as another algorithm needs for everything.
+# The number of ranks must be a power of two. Folding in other ranks takes a message of the full tensor before and of one
+# chunk after, which alone takes as long as another algorithm.
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether it is 1, 2, 4, 8 and so on."""
+    """Whether ``number`` is 1, 2, 4, 8 and so on."""
     return number > 0 and number & (number - 1) == 0
 
 
@@ -87,18 +86,18 @@ def check_power_of_two(hosts: Hosts) -> None:
 def _check(world_size: int) -> None:
     if not is_power_of_two(world_size):
         raise PlanError(
-            "halving and doubling needs a number of workers that is a power of two",
+            "halving and doubling needs a power of two as the number of workers",
             got=f"{world_size} workers",
-            expected="2, 4, 8, 16 or a larger one",
+            expected="2, 4, 8, 16 or a larger power of two",
             fix="Use the ring or direct collectives.",
         )
 
 
 @lru_cache(maxsize=4096)
 def halving_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
-    """Halve what is added up, round by round, until the own chunk is left.
+    """Halve the chunks to reduce, round by round, until the own chunk is left.
 
-    Raises PlanError where the number of ranks is not a power of two.
+    Raises PlanError if the number of ranks is not a power of two.
     """
     _check(world_size)
     steps = tuple(
@@ -118,9 +117,9 @@ def halving_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
 
 @lru_cache(maxsize=4096)
 def doubling_all_gather(rank: int, world_size: int) -> ChunkProgram:
-    """Double what a rank has, from the own chunk on. All receives are posted at the beginning.
+    """Double the gathered chunks, starting with the own one. All receives are posted at the beginning.
 
-    Raises PlanError where the number of ranks is not a power of two.
+    Raises PlanError if the number of ranks is not a power of two.
     """
     _check(world_size)
     steps = tuple(
@@ -139,7 +138,7 @@ def doubling_all_gather(rank: int, world_size: int) -> ChunkProgram:
 
 
 def _distances(world_size: int) -> Iterator[int]:
-    """How far apart partners are, near ones first."""
+    """The distances between partners, near ones first."""
     distance = 1
     while distance < world_size:
         yield distance
@@ -147,7 +146,7 @@ def _distances(world_size: int) -> Iterator[int]:
 
 
 def _block(rank: int, size: int, world_size: int) -> int:
-    """The first chunk of the block of ``size`` chunks that holds the one that ``rank`` owns."""
+    """The first chunk of the block of ``size`` chunks that contains the own chunk of ``rank``."""
     return owned_chunk(rank, world_size) // size * size
 
 
@@ -157,30 +156,29 @@ def _halving_program(
     return ChunkProgram(name, rank, world_size, world_size, steps, lookahead=lookahead, mirrors=True)
 
 
-RECEIVES_POSTED = 2  # with scratch: those of a round, each of up to half a tensor
+RECEIVES_POSTED = 2  # with scratch: the receives of one round, each up to half a tensor
 
-Run = tuple[int, int]  # the first chunk of some that lie side by side, and how many they are
+Run = tuple[int, int]  # contiguous chunks: the first, and their number
 
 
 # Trees for any number of ranks (Bruck and others, 1997; Träff, 2023), as chunk programs.
 #
-# Every chunk is added up along a tree of its own, whose root owns it, and goes back to all ranks along the same tree. So
-# that all trees are carried out together, each round has one distance: a rank sends to the one that is so far behind it,
-# and receives from the one before. What is left to add up is halved by a round, rounded up. As many bytes as in a ring,
-# in ``log2(world_size)`` rounds, rounded up, rather than ``world_size - 1``: for a power of two as in halving and
-# doubling, which needs one; for others nothing that is here is as short in so few bytes.
+# Every chunk is reduced along its own tree, whose root owns it, and gathered along the same tree. All trees run together:
+# each round has one distance, at which a rank sends to the rank after it and receives from the rank before it. A round
+# halves the chunks left to reduce, rounded up. The same bytes as a ring, in ``ceil(log2(world_size))`` rounds instead of
+# ``world_size - 1``. For powers of two, halving and doubling needs the same; for other numbers nothing here is as short.
 #
-# What a message carries lies side by side but for where it goes round the end of the tensor, so a round is two messages.
+# A message is contiguous except where it wraps around the end of the tensor, so a round is two messages.
 
 
 def has_rounds_to_save(hosts: Hosts) -> bool:
-    """Whether they take fewer rounds than a ring, and halving and doubling cannot take as few in fewer messages."""
+    """Whether trees take fewer rounds than a ring, and halving and doubling is not available."""
     return hosts.world_size > 4 and not is_power_of_two(hosts.world_size)
 
 
 @lru_cache(maxsize=4096)
 def tree_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
-    """Add up every chunk towards its owner: in each round a rank gives away half of the sums that it still has."""
+    """Reduce every chunk towards its owner: in each round, a rank sends away half of its remaining sums."""
     steps: list[Step] = []
     for distance, count in _rounds(world_size):
         before = len(steps) - 1
@@ -199,7 +197,7 @@ def tree_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
 
 @lru_cache(maxsize=4096)
 def tree_all_gather(rank: int, world_size: int) -> ChunkProgram:
-    """The way back: in each round a rank sends what it has to whom it received sums from, nearest first.
+    """Gather in reverse: in each round, a rank sends what it has to the ranks it received sums from, nearest first.
 
     All receives are posted at the beginning.
     """
@@ -220,7 +218,7 @@ def tree_all_gather(rank: int, world_size: int) -> ChunkProgram:
 
 
 def _rounds(world_size: int) -> Iterator[tuple[int, int]]:
-    """Of each round of the reduce-scatter how far apart partners are, and how many chunks one sends the other."""
+    """For each round of the reduce-scatter: the distance of partners, and the number of chunks sent."""
     left = world_size
     while left > 1:
         distance = (left + 1) // 2
@@ -229,9 +227,9 @@ def _rounds(world_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(first: int, count: int, world_size: int) -> list[Run]:
-    """The ``count`` chunks from ``first`` on, around the end, in as many messages on every rank: two, or one for one.
+    """The ``count`` chunks from ``first`` on, with wrap-around, as two messages on every rank (one for a single chunk).
 
-    Sender and receiver cut the same chunks, so that their messages match.
+    Sender and receiver split the same chunks, so their messages match.
     """
     first %= world_size
     if count == 1:
@@ -246,48 +244,55 @@ def _tree_program(name: str, rank: int, world_size: int, steps: list[Step], look
 
 SEGMENTS = 2
 MAX_SEGMENT_BYTES = 2**20
-UNDER_WAY = 2
+SEGMENTS_IN_FLIGHT = 2
 
 
-# Gloo's own collectives as chunk programs: what replay plays for those of a process group on Gloo.
+# Gloo's own collectives as chunk programs, which replay simulates for process groups on Gloo.
 #
-# Gloo's all-reduce (gloo/allreduce.cc) is a ring to the left whose chunks are cut into two segments, or more where one
-# would be larger than 1 MiB. Two segments are in flight at a time: a rank posts the receive and the send of one when it
-# is through with the last but one before it. The gather begins when the reduction is over. Its all-gather
-# (gloo/allgather.cc) is a ring to the right, of halves of chunks. torch makes its reduce-scatter of a whole all-reduce.
-# Its all-to-all (gloo/alltoall.cc) posts every send and receive immediately.
+# Gloo's all-reduce (gloo/allreduce.cc) is a ring to the left whose chunks are split into two segments, or more if a
+# segment would exceed 1 MiB. Two segments are in flight at a time: a rank posts the receive and send of a segment when it
+# is done with the one two before it. The gather begins when the reduction is over. Its all-gather (gloo/allgather.cc) is
+# a ring to the right with half chunks. torch implements reduce-scatter as a full all-reduce. All-to-all
+# (gloo/alltoall.cc) posts every send and receive immediately.
 
 
 def segments_for(chunk_bytes: int) -> int:
-    """Into how many segments Gloo's all-reduce cuts chunks of this size."""
+    """The number of segments into which Gloo's all-reduce splits chunks of this size."""
     return max(SEGMENTS, -(-chunk_bytes // MAX_SEGMENT_BYTES))
 
 
 @lru_cache(maxsize=4096)
 def gloo_all_reduce(rank: int, world_size: int, pieces: int = SEGMENTS) -> ChunkProgram:
-    """The reduction, in which chunk ``rank`` becomes whole, and the gather."""
+    """The reduction, which completes chunk ``rank``, then the gather."""
     scatter = _steps(rank, world_size, pieces, first_chunk=rank + 1, to_the_right=False, reduce=True)
     gather = _steps(
         rank, world_size, pieces, first_chunk=rank, to_the_right=False, reduce=False, first=len(scatter)
     )
     return ChunkProgram(
-        "gloo_all_reduce", rank, world_size, world_size, scatter + gather, pieces, UNDER_WAY, rotation=1
+        "gloo_all_reduce",
+        rank,
+        world_size,
+        world_size,
+        scatter + gather,
+        pieces,
+        SEGMENTS_IN_FLIGHT,
+        rotation=1,
     )
 
 
 @lru_cache(maxsize=4096)
 def gloo_all_gather(rank: int, world_size: int, pieces: int = SEGMENTS) -> ChunkProgram:
-    """Every rank's chunk to all others; always in halves, whatever ``pieces`` says of other collectives."""
+    """Gather every rank's chunk, always in halves; ``pieces`` is ignored."""
     del pieces
     steps = _steps(rank, world_size, SEGMENTS, first_chunk=rank, to_the_right=True, reduce=False)
     return ChunkProgram(
-        "gloo_all_gather", rank, world_size, world_size, steps, SEGMENTS, UNDER_WAY, rotation=1
+        "gloo_all_gather", rank, world_size, world_size, steps, SEGMENTS, SEGMENTS_IN_FLIGHT, rotation=1
     )
 
 
 @lru_cache(maxsize=4096)
 def gloo_all_to_all(rank: int, world_size: int) -> ChunkProgram:
-    """A chunk of this rank to every other rank, and theirs to it. Only replayed: they land in another tensor."""
+    """Exchange a chunk with every other rank. Only for replay, because the chunks land in another tensor."""
     steps = tuple(
         Step(
             send_piece=(rank + turn) % world_size,
@@ -313,7 +318,7 @@ def _steps(
     reduce: bool,
     first: int = 0,
 ) -> tuple[Step, ...]:
-    """Rounds of a ring in which a rank sends ``first_chunk``, then what it received the round before, and so on."""
+    """Rounds of a ring: a rank first sends ``first_chunk``, then what it received in the round before."""
     way = 1 if to_the_right else -1
     return tuple(
         Step(
@@ -322,7 +327,7 @@ def _steps(
             receive_piece=(first_chunk - way * (turn + 1)) % world_size * pieces + piece,
             receive_from=(rank - way) % world_size,
             reduce=reduce,
-            send_after=max(first - 1, first + turn * pieces + piece - UNDER_WAY),
+            send_after=max(first - 1, first + turn * pieces + piece - SEGMENTS_IN_FLIGHT),
         )
         for turn in range(world_size - 1)
         for piece in range(pieces)

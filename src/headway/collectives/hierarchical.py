@@ -1,13 +1,12 @@
 """Hierarchical collectives: rings within hosts and rings across them, as chunk programs.
 
-Rank ``l`` of a host is the ``l``-th of its ranks. The reduce-scatter first adds up within each host, in a ring of its
-ranks, so that rank ``l`` has its host's sum of the chunks that the ``l``-th ranks of all hosts own; then these add
-their sums up in a ring across hosts. The all-gather goes the other way round. A rank sends and receives
-``world_size - 1`` chunks each way, as many as in one ring of all ranks, but only ``hosts - 1`` of them cross from
-host to host: each host's link carries ``(hosts - 1) / hosts`` of the tensor rather than
-``(world_size - 1) / world_size``, in ``hosts - 1`` rounds that follow each other.
+Local rank ``l`` is the ``l``-th rank of its host. The reduce-scatter first reduces within each host, in a ring of its
+ranks, so that local rank ``l`` has its host's sum of the chunks owned by the ``l``-th ranks of all hosts. They then
+reduce their sums in a ring across hosts. The all-gather does the reverse. A rank sends and receives ``world_size - 1``
+chunks each way, as in one ring of all ranks, but only ``hosts - 1`` of them cross between hosts: each host's link carries
+``(hosts - 1) / hosts`` of the tensor instead of ``(world_size - 1) / world_size``, in ``hosts - 1`` rounds.
 
-All hosts have the same number of ranks. With one host, or one rank a host, what remains is the ring of all ranks.
+All hosts have the same number of ranks. With one host, or one rank per host, this is the ring of all ranks.
 """
 
 from __future__ import annotations
@@ -25,45 +24,45 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The ranks of each host, in order; hosts are in the order of their first ranks."""
+    """The ranks of each host; hosts are sorted by their first rank."""
 
     ranks: tuple[Ranks, ...]
 
     @classmethod
     def of_places(cls, places: Sequence[Hashable]) -> Hosts:
-        """Of the host of each rank: equal where ranks share one."""
-        found: dict[Hashable, list[int]] = {}
+        """Group ranks by the place (host) of each rank."""
+        by_place: dict[Hashable, list[int]] = {}
         for rank, place in enumerate(places):
-            found.setdefault(place, []).append(rank)
-        return cls(tuple(map(tuple, found.values())))
+            by_place.setdefault(place, []).append(rank)
+        return cls(tuple(map(tuple, by_place.values())))
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> Hosts:
-        """Those of a cluster."""
+        """The hosts of a cluster."""
         return cls.of_places(cluster.host_of_rank)
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return sum(map(len, self.ranks))
 
     @property
     def are_alike(self) -> bool:
-        """Whether all have the same number of ranks."""
+        """Whether all hosts have the same number of ranks."""
         return len(set(map(len, self.ranks))) == 1
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether the ranks of each host follow each other, and those of the next host follow them."""
+        """Whether ranks are numbered consecutively host by host."""
         listed = [rank for ranks in self.ranks for rank in ranks]
         return listed == list(range(len(listed)))
 
     def number_of(self, rank: int) -> int:
-        """Which of the hosts ``rank`` is on."""
+        """The index of the host of ``rank``."""
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def ranks_of(self, numbers: Sequence[int]) -> Ranks:
-        """All ranks of some of the hosts, in order."""
+        """The ranks of some hosts, sorted."""
         return tuple(sorted(rank for number in numbers for rank in self.ranks[number]))
 
 
@@ -71,23 +70,23 @@ def check_alike(hosts: Hosts) -> None:
     """Raise PlanError unless all hosts have the same number of ranks."""
     if not hosts.are_alike:
         raise PlanError(
-            "hierarchical collectives need hosts that all have the same number of workers",
+            "hierarchical collectives need the same number of workers on every host",
             got=f"hosts with {', '.join(map(str, sorted({len(ranks) for ranks in hosts.ranks})))} workers",
-            expected="as many on every host",
+            expected="equally many on every host",
             fix="Use the ring.",
         )
 
 
 def differs_from_rings(hosts: Hosts) -> bool:
-    """Whether hierarchical collectives can be had on ``hosts``, and are not just the ring of all ranks."""
+    """Whether hierarchical collectives work on ``hosts`` and differ from the ring of all ranks."""
     return hosts.are_alike and len(hosts.ranks) > 1 and len(hosts.ranks[0]) > 1
 
 
 @lru_cache(maxsize=4096)
 def hierarchical_reduce_scatter(rank: int, world_size: int, pieces: int = 1, *, hosts: Hosts) -> ChunkProgram:
-    """Within the host, then across; the own chunk is whole at the end.
+    """Reduce within the host, then across; the own chunk is complete at the end.
 
-    Raises PlanError where hosts have different numbers of ranks.
+    Raises PlanError if hosts have different numbers of ranks.
     """
     place = _Place.of(rank, world_size, hosts)
     return place.program("hierarchical_reduce_scatter", place.scatter(pieces), pieces)
@@ -95,9 +94,9 @@ def hierarchical_reduce_scatter(rank: int, world_size: int, pieces: int = 1, *, 
 
 @lru_cache(maxsize=4096)
 def hierarchical_all_gather(rank: int, world_size: int, pieces: int = 1, *, hosts: Hosts) -> ChunkProgram:
-    """Across hosts, then within them, from the own chunk on. All receives are posted at the beginning.
+    """Gather across hosts, then within them. All receives are posted at the beginning.
 
-    Raises PlanError where hosts have different numbers of ranks.
+    Raises PlanError if hosts have different numbers of ranks.
     """
     place = _Place.of(rank, world_size, hosts)
     steps = place.gather(pieces, first=0)
@@ -106,7 +105,7 @@ def hierarchical_all_gather(rank: int, world_size: int, pieces: int = 1, *, host
 
 @lru_cache(maxsize=4096)
 def hierarchical_all_reduce(rank: int, world_size: int, pieces: int = 1, *, hosts: Hosts) -> ChunkProgram:
-    """The reduce-scatter, then the all-gather. Raises PlanError where hosts have different numbers of ranks."""
+    """The reduce-scatter, then the all-gather. Raises PlanError if hosts have different numbers of ranks."""
     place = _Place.of(rank, world_size, hosts)
     scatter = place.scatter(pieces)
     steps = scatter + place.gather(pieces, first=len(scatter))
@@ -115,7 +114,7 @@ def hierarchical_all_reduce(rank: int, world_size: int, pieces: int = 1, *, host
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank is: which of the hosts, and which of its ranks."""
+    """The position of a rank: its host, and its index there."""
 
     hosts: Hosts
     host: int
@@ -130,12 +129,12 @@ class _Place:
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return len(self.hosts.ranks)
 
     @property
     def workers(self) -> int:
-        """How many ranks each has."""
+        """The number of ranks per host."""
         return len(self.hosts.ranks[0])
 
     def rank(self, host: int, local: int) -> int:
@@ -146,7 +145,7 @@ class _Place:
 
     @property
     def rotation(self) -> int:
-        """After how many ranks programs repeat, shifted."""
+        """The number of ranks after which programs repeat (``ChunkProgram.rotation``)."""
         if not self.hosts.in_rank_order:
             return 0
         return 1 if self.count == 1 else self.workers
@@ -167,7 +166,7 @@ class _Place:
         )
 
     def scatter(self, pieces: int) -> tuple[Step, ...]:
-        """Rounds of the host's ring that hand on a chunk of each host's, first what crosses first; then across."""
+        """Rounds of the host's ring that pass on one chunk per host, in the order of crossing; then rounds across."""
         steps: list[Step] = []
         for t in range(self.workers - 1):
             for turn in range(self.count):
@@ -183,7 +182,7 @@ class _Place:
         for t in range(self.count - 1):
             for piece in range(pieces):
                 after = within + (t - 1) * pieces + piece
-                if t == 0:  # what the last round within brought first
+                if t == 0:  # what the last round within the host delivered first
                     after = within - self.count * pieces + piece if within else -1
                 sent, received = (
                     self.chunk(self.host - 1 - t, self.local),
@@ -193,9 +192,9 @@ class _Place:
         return tuple(steps)
 
     def gather(self, pieces: int, first: int) -> tuple[Step, ...]:
-        """Rounds across hosts, then rounds of the host's ring that hand on what each of them brought, own chunk first.
+        """Rounds across hosts, then rounds of the host's ring that pass on what these delivered, own chunk first.
 
-        The own chunk was whole when the last ``pieces`` of ``first`` earlier steps were done, piece by piece.
+        The own chunk is completed by the last ``pieces`` of ``first`` earlier steps, piece by piece.
         """
         steps: list[Step] = []
         for t in range(self.count - 1):
@@ -211,7 +210,7 @@ class _Place:
             for turn in range(self.count):
                 owner = self.host - turn
                 for piece in range(pieces):
-                    after = first + (turn - 1) * pieces + piece  # the round across that brought it
+                    after = first + (turn - 1) * pieces + piece  # the round across that delivered it
                     if t:
                         after = first + across + ((t - 1) * self.count + turn) * pieces + piece
                     after = max(-1, after, steps[-1].send_after if steps else -1)

@@ -1,4 +1,4 @@
-"""Carries a collective out on tensors: by its chunk program, or by the process group itself."""
+"""Runs collectives on tensors: by their chunk programs, or by the process group itself."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from headway.collectives.selection import Selection
 class Transfer:
     """One message of this rank. Times are ``time.monotonic_ns()``.
 
-    ``peer`` is the other's rank in the job. A receive is done when its piece has arrived; a send when it was seen to
-    have left, which nobody looks for before the rank has done everything else.
+    ``peer`` is the peer's rank in the job. A receive is done when its piece has arrived. A send is done when it is known
+    to have left, which is only checked after all other work of the rank.
     """
 
     sends: bool
@@ -35,38 +35,37 @@ class Transfer:
 
 
 class _Wanted(threading.local):
-    found: list[Transfer] | None = None
+    transfers: list[Transfer] | None = None
 
 
 _wanted = _Wanted()
 
 
 def wanted() -> list[Transfer] | None:
-    """Where this thread's messages are to be put, if anybody wants them."""
-    return _wanted.found
+    """The list that collects this thread's messages, or None."""
+    return _wanted.transfers
 
 
 @contextmanager
 def collected() -> Iterator[list[Transfer]]:
-    """Collect the messages of what this thread runs inside the block."""
-    before = _wanted.found
-    found: list[Transfer] = []
-    _wanted.found = found
+    """Collect the messages that this thread's collectives exchange inside the block."""
+    before = _wanted.transfers
+    transfers: list[Transfer] = []
+    _wanted.transfers = transfers
     try:
-        yield found
+        yield transfers
     finally:
-        _wanted.found = before
+        _wanted.transfers = before
 
 
-# From torch 2.13 the older names warn of their deprecation.
+# The older names are deprecated from torch 2.13 on.
 _torch: Any = dist
 _reduce_scatter = getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 _all_gather = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
 
 
-# The process group's own collectives, in the form of the live executor's: in place, on a flat tensor.
-#
-# And those of codecs, on the CPU, whose operands live no longer than the collective: straight on the backend.
+# The process group's own collectives, in place on a flat tensor like those of the live executor, and the collectives of
+# codecs, which call the backend directly because their operands do not outlive the collective.
 
 
 def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor) -> None:
@@ -91,20 +90,20 @@ def _own_chunk(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def summed(operand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``operand``, with the sum over the ranks of ``group`` in its place."""
+    """Sum ``operand`` in place over the ranks of ``group``, and return it."""
     torch_private.sum_on_backend(operand, group)
     return operand
 
 
 def gathered(operand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What every rank of ``group`` brings, flat and of one size, as the rows of a new tensor, in the order of ranks."""
+    """Gather the flat operands of all ranks (of one size) as the rows of a new tensor, in rank order."""
     rows = operand.new_empty(group.size() * operand.numel())
     torch_private.gather_on_backend(rows, operand.view(-1), group)
     return rows.view(group.size(), -1)
 
 
 def exchanged(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Row ``r`` of ``rows`` to rank ``r``; what it sends here is row ``r`` of the result."""
+    """All-to-all: send row ``r`` of ``rows`` to rank ``r``; row ``r`` of the result comes from rank ``r``."""
     received = torch.empty_like(rows)
     torch_private.exchange_on_backend(received, rows, group)
     return received
@@ -114,16 +113,16 @@ COLLECTIVES = {ALL_REDUCE: all_reduce, REDUCE_SCATTER: reduce_scatter, ALL_GATHE
 
 
 class Prepared:
-    """One rank's program bound to its tensors, to be run over and over.
+    """One rank's program bound to its tensors, ready to run repeatedly.
 
     ``flat`` is a contiguous tensor of shape (numel,), the same numel and dtype on every rank; ``scratch`` is a
-    contiguous tensor of its dtype and device with at least ``scratch_numel`` elements, which collectives that run
-    one after the other may share. Both keep their memory for as long as this object is used.
+    contiguous tensor of its dtype and device with at least ``scratch_numel`` elements, which consecutive collectives
+    may share. Both must keep their memory while this object is in use.
 
-    Two ranks have one connection a group for both directions, and Gloo announces a receive on the connection that its
-    payload will come by: behind whatever this rank has sent and the link has yet to carry. The directions of
-    collectives that follow each other then take turns. ``second``, another group of the same ranks, ends that: it
-    carries what rank 1 sends. With more ranks it is not used.
+    Two ranks have one connection per group for both directions, and Gloo announces a receive on that connection, behind
+    everything that this rank has sent but the link has not carried yet. The directions of consecutive collectives then
+    alternate. ``second``, another group of the same ranks, avoids that: it carries what rank 1 sends. With more than two
+    ranks it is not used.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class Prepared:
             targets.append(place if step.reduce else nothing)
         self._execute = executor.compiled()
         self._arguments = (
-            *(each.boxed() for each in _by_direction(program, group, second)),
+            *(direction.boxed() for direction in _by_direction(program, group, second)),
             [view(step.send_piece, step.run) for step in program.steps],
             [step.send_to for step in program.steps],
             [step.send_after for step in program.steps],
@@ -173,25 +172,25 @@ class Prepared:
     def run(self, tag: int = 0) -> None:
         """Run this rank's program in place, and return when the rank has done its part.
 
-        Messages carry ``tag``, which has to be the same on all ranks: those that are about to run different collectives
-        wait for each other, up to the group's timeout, rather than take each other's messages for their own.
+        Messages carry ``tag``, which must be the same on all ranks: ranks that run different collectives then wait for
+        each other, up to the group's timeout, instead of mixing up messages.
 
-        All ranks of the group must run their programs in the same order, one at a time; programs on different
-        groups may run at the same time. Arriving pieces are added in the dtype of the tensor.
+        All ranks of the group must run their programs in the same order, one at a time; programs on different groups may
+        run concurrently. Arriving pieces are added in the dtype of the tensor.
 
-        Raises RuntimeError where a peer closes its connection or outlasts the timeout of the group.
+        Raises RuntimeError if a peer closes its connection, or on the timeout of the group.
         """
-        found = wanted()
+        received = wanted()
         try:
-            times = self._execute(*self._arguments, tag, found is not None)
+            times = self._execute(*self._arguments, tag, received is not None)
         except RuntimeError as error:
-            # The compiled loop puts a trace of itself before the reason.
+            # TorchScript puts its own trace before the reason.
             raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from error
-        if found is not None:
-            found += self._transfers(times)
+        if received is not None:
+            received += self._transfers(times)
 
     def _transfers(self, times: list[int]) -> Iterator[Transfer]:
-        """What the loop's times say of each message."""
+        """Turn the times of ``execute`` into transfers."""
         program = self._program
         bounds = piece_bounds(self._numel, program.chunks, program.pieces)
         count = len(program.steps)
@@ -213,14 +212,14 @@ class Prepared:
 def _by_direction(
     program: ChunkProgram, group: dist.ProcessGroup, second: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups that this rank sends by and receives by."""
+    """The groups that this rank sends on and receives on."""
     if second is None or program.world_size != 2:
         return group, group
     return (group, second) if program.rank == 0 else (second, group)
 
 
 def run(program: ChunkProgram, flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor) -> None:
-    """Run this rank's ``program`` once; see ``Prepared``, which is faster where a buffer is used again."""
+    """Run this rank's ``program`` once; ``Prepared`` is faster for buffers that are used again."""
     Prepared(program, flat, group, scratch).run()
 
 
@@ -229,11 +228,11 @@ Collective = Callable[[torch.Tensor, dist.ProcessGroup, torch.Tensor], None]
 
 
 def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: int = 1) -> Collective:
-    """What carries a collective out on this rank.
+    """A function that runs the collective on this rank, in place.
 
-    All do the same in place: after a reduce-scatter ``owned_chunk`` holds sums and the rest is undefined, an
-    all-gather starts from it. ``pieces`` is for rings. The native halves need a numel that is a multiple of the world
-    size. Raises PlanError for an unknown name.
+    After a reduce-scatter, ``owned_chunk`` holds sums and the rest is undefined; an all-gather starts from it. ``pieces``
+    is for rings. The native halves need a numel that is a multiple of the world size. Raises PlanError for an unknown
+    name.
     """
     if known_algorithm(algorithm, kind).is_library:
         return COLLECTIVES[kind]
@@ -244,7 +243,7 @@ class Run(Protocol):
     """A collective bound to its tensors."""
 
     def __call__(self, tag: int = 0) -> None:
-        """Run it. ``tag`` is the same on all ranks (``live.Prepared.run``)."""
+        """Run the collective. ``tag`` is the same on all ranks (``Prepared.run``)."""
 
 
 def prepare(
@@ -254,10 +253,10 @@ def prepare(
     scratch: torch.Tensor,
     second: dist.ProcessGroup | None = None,
 ) -> Run:
-    """What ``selection`` says bound to its tensors, to be called over and over at the least cost a call.
+    """Bind the collective of ``selection`` to its tensors, so that repeated calls are cheap.
 
-    It is called with a tag for its messages, the same on all ranks. ``second`` is for rings of two ranks. See
-    ``live.Prepared`` for both.
+    Call the result with a tag for its messages, the same on all ranks. ``second`` is for rings of two ranks. See
+    ``Prepared`` for both.
     """
     if not known_algorithm(selection.algorithm, selection.kind).is_library:
         program = selection.program_of(group.rank(), group.size())

@@ -1,8 +1,8 @@
-"""NCCL's own model of its collectives: which algorithm and protocol it takes for a size, and how long that takes.
+"""Reimplements NCCL's tuning model: which algorithm and protocol NCCL chooses for a size, and the expected time.
 
-NCCL chooses by a latency and a bandwidth of each algorithm and protocol, which it works out from the kind of GPU, the
-links within hosts and the cards between them (NVIDIA/nccl, src/graph/tuning.cc, of 2.27 and 2.30). The same rules are
-here, for hosts that are alike. Where a communicator has been timed, a factor on its bandwidth corrects them.
+NCCL derives a latency and a bandwidth for each algorithm and protocol from the GPU, the links within hosts and the
+network cards (NVIDIA/nccl, src/graph/tuning.cc, versions 2.27 and 2.30). These are the same rules, for identical hosts.
+If a communicator was timed, a factor corrects its bandwidth.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _STEP_US: dict[str, dict[Algorithm, _Three]] = {
 }  # fmt: skip
 NETWORK_US = _STEP_US["net"]["ring"][
     2
-]  # of a step of Simple between hosts: what a cluster's latency is held against
+]  # of a Simple step between hosts; a cluster's latency is compared with it
 
-# In GB/s: of a whole communicator, or of each channel; for one host, for two, for more.
+# In GB/s per communicator or per channel; for one, two, and more hosts.
 _LL_OF_ONE_HOST = {"volta": 39.0, "ampere": 87.7, "hopper": 141.0, "blackwell": 282.0}
 _LL_BY_CPU: dict[str, tuple[float, float]] = {
     "intel": (39.0, 20.4),
@@ -71,30 +71,29 @@ _NVLS_TREE: dict[str, _Three] = {
     "blackwell": (0.0, 96.0, 80.0),
 }  # fmt: skip
 _NVLS_EFFICIENCY = {"volta": 0.0, "ampere": 0.0, "hopper": 0.85, "blackwell": 0.74}
-# Trees reach so much of their bandwidth, by powers of two of the size from 64 bytes on.
+# The share of their bandwidth that trees reach, by powers of two of the size from 64 bytes on.
 _TREE_SHARE: dict[Protocol, tuple[float, ...]] = {
     "ll": (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
     "ll128": (1, 1, 1, 1, 1, .9, .8, .8, .8, .7, .6, .6, .6, .6, .6, .6, .8, .9, .9, .9, .9, 1, 1),
     "simple": (.9, .9, .9, .9, .9, .9, .9, .8, .7, .6, .6, .5, .5, .5, .5, .6, .7, .8, .7, .7, .8, .9, .9),
 }  # fmt: skip
 _SLOWER_NVLS = (2, 29)
-_EARLIER_NVLS_TREE_US = 14.0  # of a step between hosts, before that
-MOST_REACHED = 1.1  # of what NCCL takes a card for
-_PLATEAU_BYTES = 64  # of each channel and rank, from which on a ring's latency is longer
+_EARLIER_NVLS_TREE_US = 14.0  # of a step between hosts before that version
+MOST_REACHED = 1.1  # largest ratio to the speed that NCCL assumes for a card
+_PLATEAU_BYTES = 64  # per channel and rank; from here on, a ring has a longer latency
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """What the GPUs of a communicator are, and what joins them.
+    """The GPUs of a communicator and their interconnect.
 
-    ``inside_gb_s`` is what a GPU's links to the others of its host carry in one direction, ``outside_gb_s`` what the
-    cards of a host that the communicator uses carry together; both as NCCL reaches them, in GB/s. ``channels`` counts
-    those of its rings. ``version`` is NCCL's: from 2.29 on NVLS is expected to be slower.
+    ``inside_gb_s`` is the one-way bandwidth of a GPU's links within its host, ``outside_gb_s`` the total of the host's
+    cards that the communicator uses; both as NCCL assumes them, in GB/s. ``channels`` is the number of channels of its
+    rings. ``version`` is NCCL's; from 2.29 on it expects NVLS to be slower.
 
-    What NCCL does not know when it chooses: ``reached`` is the share of ``outside_gb_s`` that is reached,
-    ``network_factor`` is how many times as long latencies between hosts are, ``tree_factor`` those of trees, and
-    ``passing_gb_s`` is the most that rings carry through a GPU's links. ``scaled`` is by how much what-ifs changed all
-    bandwidths and latencies.
+    NCCL does not know the following when it chooses: ``reached`` is the reached share of ``outside_gb_s``,
+    ``network_factor`` multiplies latencies between hosts, ``tree_factor`` those of trees, and ``passing_gb_s`` limits
+    rings through a GPU's links. ``scaled`` has the factors of what-ifs on all bandwidths and latencies.
     """
 
     architecture: Architecture = "hopper"
@@ -114,52 +113,57 @@ class Fabric:
 
 
 def fabric_of(cluster: Cluster, hosts: Sequence[int], a_host: int) -> Fabric:
-    """The fabric of a communicator of ``a_host`` ranks on each of ``hosts``, places in a cluster that has ``nccl``."""
-    known = cluster.nccl
-    assert known is not None, "a cluster of NCCL's"
-    own = [cluster.hosts[at] for at in hosts]
-    # A host's link is that of all its cards, of which a communicator uses those of its ranks.
-    cards = {host.name: known.cards or host.workers for host in own}
-    used = min(max(1, -(-a_host * cards[host.name] // host.workers)) for host in own)
-    reached = min(min(host.up_gbps, host.down_gbps) / 8 / cards[host.name] for host in own) / known.cards_gb_s
+    """The fabric of a communicator with ``a_host`` ranks on each of ``hosts`` (indices); the cluster has ``nccl``."""
+    model = cluster.nccl
+    assert model is not None, "a cluster of NCCL's"
+    ring_hosts = [cluster.hosts[at] for at in hosts]
+    # A host's link stands for all its cards; a communicator uses those of its ranks.
+    cards = {host.name: model.cards or host.workers for host in ring_hosts}
+    used = min(max(1, -(-a_host * cards[host.name] // host.workers)) for host in ring_hosts)
+    reached = (
+        min(min(host.up_gbps, host.down_gbps) / 8 / cards[host.name] for host in ring_hosts)
+        / model.cards_gb_s
+    )
     longer = 1.0
-    if cluster.paths and len(hosts) > 1:  # a ring takes those between neighbours, with a connection a card
+    if (
+        cluster.paths and len(hosts) > 1
+    ):  # a ring uses the paths between neighbours, with one connection per card
         ways, ring = Ways(cluster), list(zip(hosts, (*hosts[1:], hosts[0]), strict=True))
-        taken = [path.gbps for each in ring if (path := ways.paths.get(each)) and path.gbps is not None]
-        reached = min([reached, *(gbps / 8 / known.cards_gb_s for gbps in taken)])
+        taken = [path.gbps for pair in ring if (path := ways.paths.get(pair)) and path.gbps is not None]
+        reached = min([reached, *(gbps / 8 / model.cards_gb_s for gbps in taken)])
         if cluster.latency_us:
-            longer = max(ways.latency_us(*each) for each in ring) / cluster.latency_us
+            longer = max(ways.latency_us(*pair) for pair in ring) / cluster.latency_us
     return Fabric(
-        known.architecture,
-        known.cpu,
-        known.inside_gb_s,
-        known.cards_gb_s * used,
+        model.architecture,
+        model.cpu,
+        model.inside_gb_s,
+        model.cards_gb_s * used,
         channels_of(a_host),
-        known.inside,
-        nvls=known.nvls,
+        model.inside,
+        nvls=model.nvls,
         reached=min(reached, MOST_REACHED),
-        network_factor=known.network_factor * longer,
-        tree_factor=known.tree_factor,
-        passing_gb_s=known.inside_gb_s,
-        scaled=known.scaled,
-        version=known.version,
+        network_factor=model.network_factor * longer,
+        tree_factor=model.tree_factor,
+        passing_gb_s=model.inside_gb_s,
+        scaled=model.scaled,
+        version=model.version,
     )
 
 
 def channels_of(a_host: int) -> int:
-    """How many channels rings have with so many GPUs of a host, each with a card of its own."""
+    """The number of ring channels for ``a_host`` GPUs per host, each with its own card."""
     return min(8, 2 * a_host)
 
 
 class Tuned(NamedTuple):
-    """What NCCL expects of an algorithm with a protocol; ``gb_s`` is the tensor's size by time, 0 where it has none."""
+    """NCCL's expectation for an algorithm and protocol; ``gb_s`` is tensor size by time, 0 if unsupported."""
 
     latency_us: float
     gb_s: float
 
 
 class Choice(NamedTuple):
-    """What NCCL takes for a collective, and how long that takes."""
+    """NCCL's choice for a collective, and its time."""
 
     algorithm: Algorithm
     protocol: Protocol
@@ -170,12 +174,12 @@ class Choice(NamedTuple):
 def tuned(
     kind: Kind, algorithm: Algorithm, protocol: Protocol, ranks: int, hosts: int, fabric: Fabric
 ) -> Tuned:
-    """The latency and the bandwidth of one algorithm and protocol, over ``ranks`` on ``hosts`` alike.
+    """The latency and bandwidth of one algorithm and protocol, over ``ranks`` on identical ``hosts``.
 
     ``ranks`` is a multiple of ``hosts``, and at least 2.
     """
-    assert ranks >= 2, "one rank has nobody to talk to"
-    assert ranks % hosts == 0, "hosts have as many ranks as each other"
+    assert ranks >= 2, "a collective needs at least two ranks"
+    assert ranks % hosts == 0, "hosts have equally many ranks"
     bus_gb_s = _bus_gb_s(kind, algorithm, protocol, ranks, hosts, fabric)
     if bus_gb_s <= 0:
         return Tuned(0.0, 0.0)
@@ -192,25 +196,29 @@ def tuned(
 def _bus_gb_s(
     kind: Kind, algorithm: Algorithm, protocol: Protocol, ranks: int, hosts: int, fabric: Fabric
 ) -> float:
-    """What the algorithm moves over its bus; 0 where NCCL does not take it."""
+    """The algorithm's bus bandwidth; 0 if NCCL does not use it here."""
     a_host, simple = ranks // hosts, protocol == "simple"
     count = min(hosts, 3) - 1  # one host, two, more
     reduces = kind == "all_reduce"
     outside = fabric.outside_gb_s * fabric.reached
-    whole = fabric.inside_gb_s if hosts == 1 else min(outside, fabric.inside_gb_s * a_host)
+    ceiling_gb_s = fabric.inside_gb_s if hosts == 1 else min(outside, fabric.inside_gb_s * a_host)
     by_cpu = _LL_BY_CPU[fabric.cpu]
     ll_most = by_cpu[count - 1] if count else _LL_OF_ONE_HOST[fabric.architecture]
     if algorithm == "ring":
-        whole = min(whole, fabric.passing_gb_s)
+        ceiling_gb_s = min(ceiling_gb_s, fabric.passing_gb_s)
         if protocol == "ll":
-            return min(ll_most, 0.5 * whole)
-        return whole if simple else min(0.92 * whole, fabric.channels * _RING_LL128[fabric.architecture])
+            return min(ll_most, 0.5 * ceiling_gb_s)
+        return (
+            ceiling_gb_s
+            if simple
+            else min(0.92 * ceiling_gb_s, fabric.channels * _RING_LL128[fabric.architecture])
+        )
     if algorithm == "tree":
         if not reduces:
             return 0.0
         most = fabric.channels * _TREE[fabric.architecture][count]
-        # Between two hosts a tree goes both ways over the cards.
-        carried = min(0.92 * (whole if hosts != 2 else 2 * whole), most)
+        # Between two hosts, a tree uses both directions of the cards.
+        carried = min(0.92 * (ceiling_gb_s if hosts != 2 else 2 * ceiling_gb_s), most)
         if protocol == "ll":
             carried = min(carried / 3.8, ll_most)
         elif protocol == "ll128":
@@ -222,7 +230,7 @@ def _bus_gb_s(
     if algorithm in ("nvls", "nvls_tree"):
         return _nvls_gb_s(kind, algorithm, a_host, hosts, count, fabric)
     if algorithm == "pat":
-        return 0.75 * whole if not reduces and a_host == 1 and hosts > 1 else 0.0
+        return 0.75 * ceiling_gb_s if not reduces and a_host == 1 and hosts > 1 else 0.0
     if not fabric.collnet or hosts == 1:
         return 0.0
     if algorithm == "collnet_chain":
@@ -238,7 +246,7 @@ def _bus_gb_s(
 def _nvls_gb_s(
     kind: Kind, algorithm: Algorithm, a_host: int, hosts: int, count: int, fabric: Fabric
 ) -> float:
-    """What switches that reduce carry: NVLS inside a host, and NVLS below a tree of hosts."""
+    """The bandwidth of NVLS (reducing switches) inside a host, and of NVLS with a tree between hosts."""
     reduces = kind == "all_reduce"
     efficiency = _NVLS_EFFICIENCY[fabric.architecture]
     if not fabric.nvls or not efficiency or a_host < 2 or fabric.channels < 2:
@@ -249,7 +257,7 @@ def _nvls_gb_s(
         return inside if hosts == 1 else 0.0
     if not reduces or hosts == 1:
         return 0.0
-    # The tree takes a card's two directions for what goes up and what comes down.
+    # The tree uses both directions of a card, one up and one down.
     outside = fabric.outside_gb_s * fabric.reached / (2 if hosts > 2 else 1)
     inside = min(inside, fabric.inside_gb_s) if fabric.version < _SLOWER_NVLS else inside
     return min(inside, outside, fabric.channels * _NVLS_TREE[fabric.architecture][count])
@@ -268,7 +276,7 @@ def _latency_us(
     a_host = ranks // hosts
     base_us = _BASE_US.get(algorithm, _NOTHING)[place]
     inside_us = _STEP_US[fabric.inside].get(algorithm, _NOTHING)[place]
-    # With one GPU a host nothing hides a step between hosts: it takes as long as a tree's.
+    # With one GPU per host nothing hides a step between hosts, so it takes as long as a tree's.
     between: Algorithm = "tree" if a_host == 1 else algorithm
     outside_us = _STEP_US["net"].get(between, _NOTHING)[place] * fabric.network_factor
     rounds = hosts.bit_length() - 1
@@ -302,9 +310,9 @@ def time_us(
     hosts: int,
     fabric: Fabric,
 ) -> float | None:
-    """How long NCCL expects a tensor of ``size_bytes`` to take with an algorithm and protocol; None where it has none.
+    """The time that NCCL expects for a tensor of ``size_bytes``; None if the combination is unsupported.
 
-    The size is the whole tensor's: what each rank has after an all-gather, and before a reduce-scatter.
+    ``size_bytes`` is the full tensor's: the output of an all-gather, or the input of a reduce-scatter.
     """
     latency_us, gb_s = tuned(kind, algorithm, protocol, ranks, hosts, fabric)
     if gb_s <= 0:
@@ -322,9 +330,9 @@ def time_us(
 
 
 def choose(kind: Kind, size_bytes: float, ranks: int, hosts: int, fabric: Fabric) -> Choice:
-    """What NCCL takes, the algorithm and protocol of the shortest time that it expects, and how long that takes.
+    """NCCL's choice, the algorithm and protocol with the shortest expected time, and its predicted time.
 
-    After a what-if it may also keep what it took before (NCCL_ALGO), so that no faster network makes a slower step.
+    After a what-if, the previous choice is also allowed (as with NCCL_ALGO), so that no faster network slows down a step.
     """
     choices = {_expected_best(kind, size_bytes, ranks, hosts, _as_nccl_sees_it(fabric))}
     if fabric.scaled != (1.0, 1.0):

@@ -1,26 +1,26 @@
 """Chunk programs: collectives as values.
 
-A program says, for one rank, which piece of a flat tensor goes to whom in which step, what is done with the piece
-that arrives, and what has to have arrived before. The live executor runs it on point-to-point messages; replay
-expands it into transfers on links. Both read the same value, and both keep to what follows.
+A program says, for one rank, which piece of a flat tensor goes to which rank in which step, what happens to the arriving
+piece, and what has to arrive before. The live executor runs it with point-to-point messages; replay expands it into
+transfers on links. Both follow these rules:
 
-**Tensors.** A tensor is cut into ``chunks`` chunks, one a rank (``chunk_bounds``), and every chunk into ``pieces``
-pieces (``piece_bounds``). Piece ``p`` of chunk ``c`` has the number ``c * pieces + p``. Which chunk a rank owns does
-not depend on ``pieces``. A message is one piece, or a ``run`` of pieces that lie side by side.
+**Tensors.** A tensor is split into ``chunks`` chunks, one per rank (``chunk_bounds``), and every chunk into ``pieces``
+pieces (``piece_bounds``). Piece ``p`` of chunk ``c`` has the number ``c * pieces + p``. Chunk ownership does not depend
+on ``pieces``. A message is one piece, or a ``run`` of contiguous pieces.
 
-**Order.** Steps are numbered round by round, and piece by piece within a round. Between two ranks messages match in
-the order of the steps: receives are posted in it, and sends leave in it.
+**Order.** Steps are numbered round by round, and piece by piece within a round. Messages between two ranks match in the
+order of steps: receives are posted, and sends leave, in that order.
 
-**Receives.** The receive of step ``i`` is posted when step ``i - lookahead`` is done, or at the beginning where there
-is none; a message moves only once its receive is posted. Where a step replaces, its piece lands in place; where it
-adds, it lands in scratch slot ``i % lookahead``, which is free again as soon as the addition is done.
+**Receives.** The receive of step ``i`` is posted when step ``i - lookahead`` is done, or at the beginning without such a
+step; a message moves only once its receive is posted. If a step replaces, its piece lands in place. If it adds, the piece
+lands in scratch slot ``i % lookahead``, which is free again after the addition.
 
 **Done.** Step ``i`` is done when its piece has arrived and has been added, and step ``i - 1`` is done.
 
-**Sends.** Step ``i`` sends as soon as step ``send_after`` is done (at the beginning where that is -1): the one that
-delivered this very piece. So a piece is added and forwarded while the next one is on the wire. Nothing waits for a
-send before the end, and the rank is done when all its steps are done and all its sends have left. No piece is written
-while it is still leaving: what arrives for it later is made from it.
+**Sends.** Step ``i`` sends as soon as step ``send_after`` is done (at the beginning if that is -1), the step that
+delivered this piece. So a piece is added and forwarded while the next one is on the wire. Nothing waits for a send until
+the end: the rank is done when all its steps are done and all its sends have left. No piece is overwritten while it is
+being sent, because what arrives for it later depends on it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ import numpy.typing as npt
 from headway.arrays import Ints
 from headway.simulation.building import NONE, Edges, edges_of
 
-LOOKAHEAD_ROUNDS = 2  # rounds whose receives are posted where they need scratch
+LOOKAHEAD_ROUNDS = 2  # rounds of receives posted ahead if they need scratch
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One exchange of one rank: it sends a piece and receives another, each when the program's rules allow it.
+    """One exchange of one rank: it sends one message and receives one, each when the program's rules allow it.
 
-    It may be as many pieces as ``run`` says, in one message, of which the first is named; and so may what it receives.
+    A message has ``run`` contiguous pieces (or ``receive_run``), identified by the first.
     """
 
     send_piece: int
@@ -51,24 +51,23 @@ class Step:
     receive_from: int
     reduce: bool  # add what arrives to the own piece; otherwise it replaces the own piece
     send_after: int = -1  # the step that must be done before the send; never decreases along a program
-    run: int = 1  # how many pieces it sends
-    receive_run: int = 0  # how many it receives, where they are not as many
+    run: int = 1  # number of pieces sent
+    receive_run: int = 0  # number of pieces received, if different
 
     @property
     def received(self) -> int:
-        """How many pieces it receives."""
+        """The number of pieces received."""
         return self.receive_run or self.run
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkProgram:
-    """The steps of one rank over a tensor cut into ``chunks`` chunks of ``pieces`` pieces each.
+    """The steps of one rank over a tensor split into ``chunks`` chunks of ``pieces`` pieces each.
 
-    ``lookahead`` is how many receives are posted at a time, at least 1. ``rotation`` is a number of ranks after which
-    programs repeat: that of rank ``r + rotation`` is that of rank ``r`` with ``rotation`` added to its ranks and
-    chunks. It divides the world size, or is 0 where there is no such number. ``mirrors`` says that they are alike in
-    another way: for each divisor ``n`` of the world size ranks ``r`` and ``r + n`` send as much at each step, to ranks
-    that are the same modulo ``n``.
+    ``lookahead`` is the number of receives posted at a time, at least 1. ``rotation`` is a period in ranks: that of
+    rank ``r + rotation`` is that of rank ``r`` with ``rotation`` added to its ranks and chunks. It divides the world
+    size, or is 0 without such a period. ``mirrors`` is another symmetry: for each divisor ``n`` of the world size, ranks
+    ``r`` and ``r + n`` send equally much at each step, to ranks that are equal modulo ``n``.
     """
 
     algorithm: str
@@ -83,36 +82,36 @@ class ChunkProgram:
 
     @property
     def scratch_slots(self) -> int:
-        """How many scratch slots the program's additions use, each with room for the largest message."""
+        """The number of scratch slots for additions, each as large as the largest message."""
         return max(
             (number % self.lookahead + 1 for number, s in enumerate(self.steps) if s.reduce), default=0
         )
 
     @property
     def message_share(self) -> float:
-        """The part of the tensor that a message is, in the mean over the program's."""
+        """The mean size of a message, as a share of the tensor."""
         run = sum(step.run for step in self.steps) / len(self.steps) if self.steps else 1.0
         return run / (self.chunks * self.pieces)
 
     def slot_numel(self, numel: int) -> int:
-        """How many elements a scratch slot has for a tensor of ``numel`` elements."""
+        """The elements of a scratch slot for a tensor of ``numel`` elements."""
         run = max((step.received for step in self.steps if step.reduce), default=0)
         return run * largest_piece(numel, self.chunks, self.pieces)
 
 
 ProgramOf = Callable[[int, int], ChunkProgram]
-"""What makes the program of (rank, world size)."""
+"""Makes the program of (rank, world size)."""
 
 
 def owned_chunk(rank: int, world_size: int) -> int:
-    """The chunk whose sum ``rank`` holds after a ring reduce-scatter, and brings to a ring all-gather: its own."""
+    """The chunk that ``rank`` owns: its result of a reduce-scatter, and its input of an all-gather."""
     return rank % world_size
 
 
 def chunk_bounds(numel: int, chunks: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``numel`` elements into ``chunks`` runs whose sizes differ by one at most: (start, end) of each.
+    """Split ``numel`` elements into ``chunks`` ranges (start, end) whose sizes differ by at most one.
 
-    Some runs are empty where ``numel < chunks``.
+    Some ranges are empty if ``numel < chunks``.
     """
     base, extra = divmod(numel, chunks)
     bounds = []
@@ -134,16 +133,16 @@ def piece_bounds(numel: int, chunks: int, pieces: int) -> tuple[tuple[int, int],
 
 
 def largest_piece(numel: int, chunks: int, pieces: int) -> int:
-    """How many elements the largest piece has."""
+    """The elements of the largest piece."""
     chunk = (numel + chunks - 1) // chunks
     return (chunk + pieces - 1) // pieces
 
 
 def pieces_for(chunk_bytes: int) -> int:
-    """Into how many pieces to cut chunks of this size where nobody has measured: 2 from 2 MiB, else 1.
+    """The default number of pieces for chunks of this size: 2 from 2 MiB on, else 1.
 
-    On links of 200 Mbit/s to 1 Gbit/s a piece costs more than it hides up to chunks of 128 kB, pieces make no
-    difference between that and 1 MB, and from 2 MB two of them gain a tenth where the cores are busy.
+    On links of 200 Mbit/s to 1 Gbit/s, pieces cost more than they hide for chunks up to 128 kB, make no difference up to
+    1 MB, and from 2 MB on two of them gain 10% if cores are busy.
     """
     return 2 if chunk_bytes >= 2 * 2**20 else 1
 
@@ -152,8 +151,8 @@ def pieces_for(chunk_bytes: int) -> int:
 def ring_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
     """The ring reduce-scatter (Patarasuk and Yuan, 2009): ``world_size - 1`` rounds of one chunk each way.
 
-    Round ``t`` sends chunk ``rank - 1 - t`` onwards, with the sums gathered so far; at the end chunk ``rank`` is
-    whole. It has been added up in the order of ranks ``rank + 1, rank + 2, …, rank``.
+    Round ``t`` passes on chunk ``rank - 1 - t`` with its partial sum; at the end, chunk ``rank`` is complete, summed
+    in the order of ranks ``rank + 1, rank + 2, …, rank``.
     """
     steps = _ring_steps(rank, world_size, pieces, [rank - 1 - t for t in range(world_size)], reduce=True)
     return ChunkProgram(
@@ -170,9 +169,9 @@ def ring_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkPro
 
 @lru_cache(maxsize=4096)
 def ring_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
-    """The ring all-gather that follows: round ``t`` sends on what the round before brought, first chunk ``rank``.
+    """The ring all-gather: round ``t`` passes on what the round before delivered, starting with chunk ``rank``.
 
-    Every piece lands in a place of its own, so that all receives are posted at the beginning.
+    Every piece lands in its own place, so all receives are posted at the beginning.
     """
     steps = _ring_steps(rank, world_size, pieces, [rank - t for t in range(world_size)], reduce=False)
     lookahead = max(1, len(steps))
@@ -204,9 +203,9 @@ def ring_all_reduce(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram
 
 
 def in_order(rank: int, world_size: int, program_of: ProgramOf, order: tuple[int, ...]) -> ChunkProgram:
-    """A program whose ranks stand in another ``order``: the one at place ``p`` does what rank ``p`` would.
+    """A program with its ranks in another ``order``: the rank at place ``p`` acts as rank ``p`` would.
 
-    Chunks are those of ranks, as before: which one a rank owns does not depend on the order.
+    Chunk ownership does not depend on the order.
     """
     assert sorted(order) == list(range(world_size))
     program = program_of(order.index(rank), world_size)
@@ -223,7 +222,7 @@ def in_order(rank: int, world_size: int, program_of: ProgramOf, order: tuple[int
         for step in program.steps
     )  # fmt: skip
     assert all(step.run == step.received == 1 for step in steps), (
-        "a run of pieces may not lie side by side then"
+        "a run of pieces need not be contiguous in another order"
     )
     return replace(program, rank=rank, steps=steps, rotation=0)
 
@@ -233,7 +232,7 @@ def _ring_steps(
 ) -> tuple[Step, ...]:
     """Rounds of a ring that sends ``chunks[t]`` to the right in round ``t`` and receives ``chunks[t + 1]``.
 
-    ``first`` is the number of the first step. What a round sends came in the round before it.
+    ``first`` is the number of the first step. A round sends what arrived in the round before.
     """
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     return tuple(
@@ -251,14 +250,14 @@ def _ring_steps(
 
 
 def scratch_numel_of(program: ChunkProgram, numel: int) -> int:
-    """How many elements ``program`` needs as scratch for a tensor of ``numel`` elements."""
+    """The scratch elements that ``program`` needs for a tensor of ``numel`` elements."""
     return program.scratch_slots * program.slot_numel(numel)
 
 
 def scratch_numel(numel: int, chunks: int, pieces: int = 1) -> int:
-    """How many elements a ring of ``chunks`` ranks needs as scratch for a tensor of ``numel`` elements.
+    """The scratch elements that a ring of ``chunks`` ranks needs for a tensor of ``numel`` elements.
 
-    These are the pieces whose receives are posted at a time; no more than two chunks, but for rounding.
+    Holds the pieces whose receives are posted at a time: at most two chunks, apart from rounding.
     """
     return scratch_numel_of(ring_reduce_scatter(0, chunks, pieces), numel)
 
@@ -268,9 +267,9 @@ Numbers = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class ProgramColumns:
-    """The steps of every rank, of shape (steps, ranks): what ``ChunkProgram`` says of one.
+    """The programs of all ranks as columns of shape (steps, ranks).
 
-    Of a folded collective these are the first ranks' only; whom they send to is not folded.
+    A folded collective only has the first ranks; the ranks that they send to are not folded.
     """
 
     world_size: int
@@ -284,7 +283,7 @@ class ProgramColumns:
 
     @cached_property
     def pairs(self) -> tuple[Numbers, Numbers]:
-        """Who sends to whom at all, of shape (pairs, 2), and for each step and rank which of them it is."""
+        """The distinct (sender, receiver) pairs, of shape (pairs, 2), and the pair index of each step and rank."""
         pair = np.arange(self.send_to.shape[1], dtype=np.int64) * self.world_size + self.send_to
         distinct, which = np.unique(pair, return_inverse=True)
         return (
@@ -294,7 +293,7 @@ class ProgramColumns:
 
     @property
     def last_sends(self) -> tuple[Ints, Ints]:
-        """The last message of each rank to each that it sends to: its step and its sender, of each."""
+        """The step and the sender of the last message of each pair."""
         _, pair_of = self.pairs
         _, latest = np.unique(pair_of[::-1], return_index=True)
         turn, rank = np.divmod(latest, pair_of.shape[1])
@@ -302,38 +301,38 @@ class ProgramColumns:
 
     @property
     def message_share(self) -> float:
-        """The part of the tensor that a message is, in the mean over all."""
+        """The mean size of a message, as a share of the tensor."""
         return float(self.run.mean() if self.run.size else 1.0) / (self.chunks * self.pieces)
 
 
 @lru_cache(maxsize=16)
 def columns_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> ProgramColumns:
-    """The programs of all ranks, or of the first ``folded``; those that repeat after some ranks are made from these."""
+    """The programs of all ranks, or of the first ``folded``, expanded from one period if they repeat."""
     first, count = program_of(0, world_size), folded or world_size
     rotation = first.rotation
     if folded and first.mirrors:
         assert world_size % folded == 0
         return _stacked([program_of(rank, world_size) for rank in range(folded)])
     assert not folded or (rotation and folded % rotation == 0), "folded ranks hold whole rotations"
-    known = _stacked([program_of(rank, world_size) for rank in range(rotation or world_size)])
+    stacked = _stacked([program_of(rank, world_size) for rank in range(rotation or world_size)])
     if rotation in {0, count}:
-        return known
+        return stacked
     shift = np.repeat(np.arange(0, count, rotation, dtype=np.int64), rotation)
     turns = count // rotation
-    chunk, within = np.divmod(np.tile(known.send_piece, (1, turns)).astype(np.int64), known.pieces)
+    chunk, within = np.divmod(np.tile(stacked.send_piece, (1, turns)).astype(np.int64), stacked.pieces)
     return replace(
-        known,
-        send_to=((np.tile(known.send_to, (1, turns)) + shift) % world_size).astype(np.int32),
-        send_piece=((chunk + shift) % known.chunks * known.pieces + within).astype(np.int32),
-        send_after=np.tile(known.send_after, (1, turns)),
-        run=np.tile(known.run, (1, turns)),
+        stacked,
+        send_to=((np.tile(stacked.send_to, (1, turns)) + shift) % world_size).astype(np.int32),
+        send_piece=((chunk + shift) % stacked.chunks * stacked.pieces + within).astype(np.int32),
+        send_after=np.tile(stacked.send_after, (1, turns)),
+        run=np.tile(stacked.run, (1, turns)),
     )
 
 
 def _stacked(programs: list[ChunkProgram]) -> ProgramColumns:
     def column(name: str) -> Numbers:
-        each = [[getattr(step, name) for step in program.steps] for program in programs]
-        return np.array(each, dtype=np.int32).reshape(len(programs), -1).T
+        by_program = [[getattr(step, name) for step in program.steps] for program in programs]
+        return np.array(by_program, dtype=np.int32).reshape(len(programs), -1).T
 
     first = programs[0]
     return ProgramColumns(
@@ -344,26 +343,26 @@ def _stacked(programs: list[ChunkProgram]) -> ProgramColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """Who waits for whom in one collective, by the rules of ``collectives.program``.
+    """The dependencies within one collective, by the rules of this module.
 
-    Its operations are, in this order: what it costs each rank at first, and for each rank and step a transfer to others
-    and the rank's own "done". Successors below NONE are outside: OUTSIDE - r is the end of rank r.
+    Its operations in order: the initial cost of each rank, then for each rank and step a transfer and the rank's "done".
+    Successors below NONE are outside: OUTSIDE - r is the end of rank r.
     """
 
     ranks: int
     edges: Edges
     waits: Numbers
-    outside: npt.NDArray[np.intp]  # where among all slots successors are outside
+    outside: npt.NDArray[np.intp]  # indices of slots with outside successors
 
     @property
     def operations(self) -> int:
-        """How many operations there are."""
+        """The number of operations."""
         return len(self.waits)
 
     def places(self, base: int) -> tuple[slice, slice, slice]:
-        """Where they are in a graph that has them from ``base`` on: beginnings, transfers, and what is done by them.
+        """The rows in a graph from ``base`` on: initial costs, transfers, and "done" operations.
 
-        Of the latter two all of one rank's steps come before the next rank's.
+        Transfers and "done" operations are grouped by rank.
         """
         first, end = base + self.ranks, base + self.operations
         return slice(base, first), slice(first, end, 2), slice(first + 1, end, 2)
@@ -374,18 +373,18 @@ OUTSIDE = NONE - 1
 
 @lru_cache(maxsize=16)
 def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Structure:
-    """The structure of a collective of all ranks, or of the first ``folded``, each of which stands for its like.
+    """The structure of a collective of all ranks, or of the first ``folded``, which represent the rest.
 
-    Rank ``r`` is like rank ``r + folded``: what would reach the one reaches the other at the same moment.
+    Rank ``r`` represents rank ``r + folded``: messages reach both at the same time.
 
-    A message leaves when its sender has done the step that delivered it and its receiver has posted the receive. A
-    rank ends when its last message has been received and its last one to each other rank has arrived.
+    A message leaves when its sender has done the step that delivered it, and its receiver has posted the receive. A rank
+    ends when it has received its last message, and its last message to each other rank has arrived.
     """
     columns = columns_of(program_of, world_size, folded)
     count = folded or world_size
     steps, ranks = len(columns.send_to), np.arange(count)
     number = np.arange(steps)[:, None]
-    transfer = count + 2 * (ranks * steps + number)  # what follows each other on a rank lies side by side
+    transfer = count + 2 * (ranks * steps + number)  # consecutive operations of a rank are adjacent
     done = np.concatenate(
         [ranks[None, :], transfer + 1]
     )  # after step n - 1: its row n; row 0 is the beginning
@@ -413,7 +412,7 @@ def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Str
 
 
 def message_bytes(columns: ProgramColumns, size_bytes: int, byte_factor: float) -> Ints:
-    """How large the message of every step and rank is in a collective of ``size_bytes``."""
+    """The message sizes of every step and rank in a collective of ``size_bytes``."""
     sizes = piece_sizes(round(size_bytes * byte_factor), columns.chunks, columns.pieces)
     before = np.concatenate([[0], np.cumsum(sizes)])
     bytes_: Ints = before[columns.send_piece + columns.run] - before[columns.send_piece]
@@ -421,7 +420,7 @@ def message_bytes(columns: ProgramColumns, size_bytes: int, byte_factor: float) 
 
 
 def piece_sizes(numel: int, chunks: int, pieces: int) -> Ints:
-    """How many elements every piece has, as ``program.piece_bounds`` cuts them."""
+    """The elements of every piece, as split by ``piece_bounds``."""
     chunk = numel // chunks + (np.arange(chunks) < numel % chunks)
     sizes: Ints = chunk[:, None] // pieces + (np.arange(pieces) < chunk[:, None] % pieces)
     return sizes.ravel()

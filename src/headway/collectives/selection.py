@@ -1,6 +1,6 @@
-"""Selection: which algorithm carries out a bucket's collective, and in how many pieces.
+"""Selects the algorithm and the number of pieces for a bucket's collective.
 
-One rule for the live runtime, for replay and for predictions.
+The live runtime, replay and predictions share these rules.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def _may_be_chosen(name: str) -> str:
 AlgorithmName = Annotated[str, AfterValidator(_may_be_chosen)]
 GLOO = "gloo"
 NCCL_STEP_BYTES = 2**19  # buffers of 4 MiB in eight steps
-MOST_PIECES = 64  # more would change next to nothing, and be many messages
+MOST_PIECES = 64  # more would hardly help, and need many messages
 
 
 class Selection(NamedTuple):
-    """How one collective of some kind is carried out: over ``hosts``, where its algorithm follows them.
+    """How one collective is carried out.
 
-    ``shares`` are those that servers have, where they are unequal, and ``server_hosts`` how many hosts without workers
-    serve, where not ranks but hosts do; ``order`` is that in which ranks stand in a ring,
-    where it is not that of their numbers.
+    ``hosts`` is set for algorithms that depend on them. ``shares`` are unequal shares of servers. ``server_hosts`` is the
+    number of hosts without workers, if hosts serve instead of ranks. ``order`` is the order of ranks in a ring, if it is
+    not rank order.
     """
 
     algorithm: str
@@ -61,25 +61,25 @@ class Selection(NamedTuple):
     server_hosts: int | None = None
 
     def on(self, hosts: Hosts) -> Selection:
-        """The same among ranks on ``hosts``. Raises PlanError where its algorithm cannot do with them."""
-        known = ALGORITHMS[self.algorithm]
-        known.check(hosts)
+        """The selection for ranks on ``hosts``. Raises PlanError if its algorithm does not support them."""
+        info = ALGORITHMS[self.algorithm]
+        info.check(hosts)
         check_order(self.order, hosts.world_size)
-        return self._replace(hosts=hosts) if known.follows_hosts else self
+        return self._replace(hosts=hosts) if info.follows_hosts else self
 
     @property
     def program_of(self) -> ProgramOf:
-        """Its chunk programs. Raises PlanError where hosts serve, which is predicted alone."""
+        """The chunk programs. Raises PlanError if hosts serve, which is only predicted."""
         if self.server_hosts is not None:
             raise PlanError(
-                "servers on hosts are predicted, and have no messages of ranks", got=f"servers: {self.server_hosts}",
-                expected="servers: null, where each worker is one",
+                "servers on hosts can only be predicted, not run", got=f"servers: {self.server_hosts}",
+                expected="servers: null, so that each worker is a server",
             )  # fmt: skip
         return program_of(self.algorithm, self.kind, self.pieces, self.hosts, self.shares, self.order)
 
     @property
     def cost_names(self) -> tuple[str, ...]:
-        """The names under which a cluster may hold its cost or one like it, the most fitting one first."""
+        """The names of its cost, or of similar ones, in a cluster; the best match first."""
         names = [cost_name(self.algorithm, self.kind, pieces) for pieces in (self.pieces, 1)]
         if ALGORITHMS[self.algorithm].is_library:
             names.append(GLOO_ALL_REDUCE)
@@ -88,49 +88,48 @@ class Selection(NamedTuple):
         return tuple(dict.fromkeys(names))
 
     def is_timed_by_nccl(self, cluster: Cluster) -> bool:
-        """Whether NCCL's own model says how long it takes on ``cluster``."""
+        """Whether NCCL's own model predicts its time on ``cluster``."""
         return self.algorithm == NCCL and cluster.nccl is not None and self.kind in KINDS
 
     def cost(self, cluster: Cluster) -> AlgorithmCost:
-        """What it costs on ``cluster``.
+        """The cost on ``cluster``.
 
-        Where nobody measured it, a ring in pieces costs what one of whole chunks does, a native half what a native
-        all-reduce does, and our other halves what rings do: they are made of the same messages.
+        Without a measurement, a ring in pieces costs the same as one in whole chunks, a native half the same as a native
+        all-reduce, and Headway's other halves the same as rings, because they send the same messages.
         """
         return next(
             (cluster.algorithms[n] for n in self.cost_names if n in cluster.algorithms), AlgorithmCost()
         )
 
     def scratch_numel(self, numel: int, world_size: int) -> int:
-        """How many elements it needs as scratch for a tensor of ``numel`` elements, whatever ranks share a host.
+        """The scratch elements needed for a tensor of ``numel`` elements: the most of any rank, for any hosts.
 
-        What follows hosts needs no more than a ring. Where ranks are not alike it is what the one needs that needs
-        most.
+        Algorithms that depend on hosts need no more than a ring.
         """
-        known = ALGORITHMS[self.algorithm]
-        algorithm = RING if known.is_library or known.follows_hosts else self.algorithm
-        program = _of_the_neediest(algorithm, self.kind, self.pieces, world_size)
+        info = ALGORITHMS[self.algorithm]
+        algorithm = RING if info.is_library or info.follows_hosts else self.algorithm
+        program = _program_with_most_scratch(algorithm, self.kind, self.pieces, world_size)
         return scratch_numel_of(program, numel)
 
 
 @cache
-def _of_the_neediest(algorithm: str, kind: str, pieces: int, world_size: int) -> ChunkProgram:
-    """The program of a rank that needs as much scratch as any."""
+def _program_with_most_scratch(algorithm: str, kind: str, pieces: int, world_size: int) -> ChunkProgram:
+    """The program of the rank that needs the most scratch."""
     programs = program_of(algorithm, kind, pieces)
     first = programs(0, world_size)
     if ALGORITHMS[algorithm].repeats:
         return first
-    each = (programs(rank, world_size) for rank in range(world_size))
-    return max(each, key=lambda program: program.scratch_slots * program.slot_numel(world_size))
+    by_rank = (programs(rank, world_size) for rank in range(world_size))
+    return max(by_rank, key=lambda program: program.scratch_slots * program.slot_numel(world_size))
 
 
 def check_order(order: tuple[int, ...], world_size: int) -> None:
-    """Raise PlanError for an order that does not have each of ``world_size`` ranks once. There may be none."""
+    """Raise PlanError unless ``order`` is empty or a permutation of ``world_size`` ranks."""
     if order and sorted(order) != list(range(world_size)):
         raise PlanError(
-            "ring_order does not have every rank once", got=" ".join(map(str, order)),
-            expected=f"the ranks 0 to {world_size - 1} in some order, or nothing",
-            fix="Leave out ring_order, or plan for as many workers as there are.",
+            "ring_order does not contain every rank exactly once", got=" ".join(map(str, order)),
+            expected=f"the ranks 0 to {world_size - 1} in any order, or nothing",
+            fix="Leave out ring_order, or plan for the right number of workers.",
         )  # fmt: skip
 
 
@@ -153,9 +152,8 @@ class SizeClass(BaseModel):
 class Algorithms:
     """The algorithm of each half of a decoupled all-reduce.
 
-    Smaller buckets may have others: those of the first of ``by_size``, which grow, that is as large as they are. In
-    rings ranks stand in ``ring_order``; where there is none, in that of their numbers. NCCL has its own for all,
-    whatever is said here.
+    Smaller buckets may use others: those of the first entry of ``by_size`` (sorted) that is at least as large. Rings use
+    ``ring_order``, or rank order if that is empty. NCCL ignores all of this and uses its own.
     """
 
     reduce_scatter: AlgorithmName = "ring"
@@ -164,44 +162,44 @@ class Algorithms:
     ring_order: tuple[int, ...] = ()
 
     def of(self, kind: str, size_bytes: float) -> AlgorithmName:
-        """The algorithm of a half ``kind`` of a bucket of ``size_bytes``."""
-        own: Algorithms | SizeClass = next((c for c in self.by_size if size_bytes <= c.size_bytes), self)
-        return own.reduce_scatter if kind == REDUCE_SCATTER else own.all_gather
+        """The algorithm of the half ``kind`` for a bucket of ``size_bytes``."""
+        chosen: Algorithms | SizeClass = next((c for c in self.by_size if size_bytes <= c.size_bytes), self)
+        return chosen.reduce_scatter if kind == REDUCE_SCATTER else chosen.all_gather
 
     def names(self, kind: str) -> list[AlgorithmName]:
-        """The algorithms that a half ``kind`` may have, those of small buckets first."""
-        sizes = (*(each.size_bytes for each in self.by_size), math.inf)
+        """The algorithms of the half ``kind`` over all sizes, small buckets first."""
+        sizes = (*(size_class.size_bytes for size_class in self.by_size), math.inf)
         return list(dict.fromkeys(self.of(kind, size) for size in sizes))
 
     @property
     def repeat(self) -> bool:
-        """Whether in each of them some ranks stand for all others."""
+        """Whether some ranks can represent all others in every algorithm."""
         names = {name for kind in (REDUCE_SCATTER, ALL_GATHER) for name in self.names(kind)}
         return not self.ring_order and all(ALGORITHMS[name].repeats for name in names)
 
     @property
     def in_words(self) -> list[str]:
-        """Those that are not rings, and up to which size of buckets; the order of ranks in rings."""
+        """The algorithms other than rings with their size limits, and the ring order, for tables."""
         limits: list[tuple[Algorithms | SizeClass, str]] = [(self, "")]
-        limits += [(each, f" up to {each.size_bytes:,} bytes") for each in self.by_size]
+        limits += [(size_class, f" up to {size_class.size_bytes:,} bytes") for size_class in self.by_size]
         return [
             f"{name} {half}{limit}"
-            for own, limit in limits
-            for half, name in (("reduce-scatter", own.reduce_scatter), ("all-gather", own.all_gather))
+            for choice, limit in limits
+            for half, name in (("reduce-scatter", choice.reduce_scatter), ("all-gather", choice.all_gather))
             if limit or name != RING
         ] + ([f"rings in the order {'-'.join(map(str, self.ring_order))}"] if self.ring_order else [])
 
     def check(self, hosts: Hosts) -> None:
-        """Raise PlanError where they cannot do with ranks on ``hosts``."""
+        """Raise PlanError unless all algorithms support ranks on ``hosts``."""
         check_order(self.ring_order, hosts.world_size)
         for kind in (REDUCE_SCATTER, ALL_GATHER):
             for algorithm in self.names(kind):
                 Selection(algorithm, kind).on(hosts)
 
     def select(self, kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:
-        """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks by ``library``.
+        """The selection for a ``kind`` of a tensor of ``size_bytes`` over ``world_size`` ranks with ``library``.
 
-        What follows hosts has yet to be told them (``Selection.on``).
+        Algorithms that depend on hosts still need them (``Selection.on``).
         """
         if library == NCCL:
             return native(kind, size_bytes, world_size, library)
@@ -213,9 +211,9 @@ class Algorithms:
 
 
 def native(kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:
-    """The own ``kind`` of a process group of ``library``, of a tensor of ``size_bytes`` over ``world_size`` ranks.
+    """The library's own ``kind`` for a tensor of ``size_bytes`` over ``world_size`` ranks.
 
-    NCCL hands on what it receives in pieces of a step of its buffers (src/device, protocol Simple).
+    NCCL forwards data in pieces of one buffer step (src/device, protocol Simple).
     """
     chunk_bytes = -(-size_bytes // world_size)
     if library == NCCL:

@@ -1,13 +1,13 @@
-"""All-reduce through servers, some of them on hosts without workers, as BytePS has it (Jiang et al., OSDI 2020).
+"""Simulates the all-reduce through servers on hosts with and without workers, like BytePS (Jiang et al., OSDI 2020).
 
-Workers of a host add up first, over the host's own links. Then ``n`` hosts with workers push to each other and to
-``k`` hosts without, which have more of their links left and serve more: ``2 (n - 1) / d`` of a tensor each, and those
-with workers ``(n - k) / d``, where ``d = n^2 + k n - 2 k``. So every link carries the same, and a tensor takes
-``2 n (n - 1) / d`` times as long as a link needs for it: as in a ring without such hosts, and once with ``n`` of them.
+The workers of a host reduce first, over the host's own links. Then ``n`` hosts with workers push to each other and to
+``k`` hosts without workers, which have more link capacity left and serve more: ``2 (n - 1) / d`` of a tensor each, and
+hosts with workers ``(n - k) / d``, where ``d = n^2 + k n - 2 k``. Every link then carries the same, and a tensor takes
+``2 n (n - 1) / d`` times the link time of one tensor: the same as a ring for ``k = 0``, and once for ``k = n``.
 
-A tensor is cut into pieces: while the sums of one are pulled, the next is pushed. Each link carries what its machine
-has to send and to receive of a piece, at its rate; pushes follow each other, of all tensors, and so do pulls. That is
-for predictions alone: no live program does it.
+A tensor is split into pieces: while the sum of one piece is pulled, the next is pushed. Each link carries what its
+machine sends and receives of a piece, at its rate. Pushes of all tensors follow each other, and so do pulls. This is
+only for predictions; no live program does it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headway.collectives.resources import ClusterResources
 from headway.simulation.building import OperationGraphBuilder
 
 PIECE_BYTES = 4_096_000
-"""What is pushed and pulled at a time: what BytePS cuts tensors into by default."""
+"""The size of a piece: the default partition size of BytePS."""
 PIECES_AHEAD = 2
-"""Workers of a host add up a piece when the one so many before it has been pushed by all."""
+"""The workers of a host reduce a piece once all hosts pushed the piece this many before it."""
 
 
 def served_shares(hosts: int, servers: int) -> tuple[float, float]:
-    """Which share of a tensor a host with workers serves, and a host without; 0 where there is none.
+    """The shares of a tensor that a host with workers serves, and that a host without serves (0 without such hosts).
 
-    Hosts without workers beyond ``hosts`` leave nothing to the others, and share it evenly.
+    With at least as many server hosts as ``hosts``, the server hosts share everything evenly.
     """
     if servers >= hosts > 1:
         return 0.0, 1.0 / servers
@@ -41,23 +41,23 @@ def served_shares(hosts: int, servers: int) -> tuple[float, float]:
 
 
 def pieces_of(size_bytes: int) -> int:
-    """In how many pieces a tensor is pushed."""
+    """The number of pieces of a tensor."""
     return max(1, -(-size_bytes // PIECE_BYTES))
 
 
 @dataclass(slots=True)
 class _Machine:
-    """A host, with or without workers: its number in resources, its ranks, and what it sends of each byte of a tensor.
+    """A host with or without workers: its resource number, its ranks, and its traffic per byte of a tensor.
 
-    While all push it sends ``pushes`` of them and receives ``serves``; while all pull it is the other way round.
+    It sends ``pushes`` and receives ``serves`` while all push, and the reverse while all pull.
     """
 
     number: int
     ranks: list[int]
     pushes: float
     serves: float
-    added_up: int = -1  # the last piece that its workers have
-    received: int = -1  # the last piece that its workers all have
+    added_up: int = -1  # operation after which its workers have reduced the last piece
+    received: int = -1  # operation after which all its workers received the last piece
 
 
 def expand_served(
@@ -70,9 +70,9 @@ def expand_served(
     connection: int,
     servers: int,
 ) -> int:
-    """Put such an all-reduce of all ranks between their ``begins`` and ``ends``; returns its first operation.
+    """Add this all-reduce of all ranks between their ``begins`` and ``ends``; returns its first operation.
 
-    ``resources`` are of a cluster that has ``servers`` hosts without workers.
+    The cluster of ``resources`` has at least ``servers`` hosts without workers.
     """
     assert not resources.folded, "hosts with and without workers are not alike"
     assert len(resources.cluster.server_hosts) >= servers
@@ -89,7 +89,8 @@ def expand_served(
     with_workers = tuple(machines)
     if len(hosts) > 1:
         machines += [
-            _Machine(resources.server_number(each), [], 0.0, served * len(hosts)) for each in range(servers)
+            _Machine(resources.server_number(server), [], 0.0, served * len(hosts))
+            for server in range(servers)
         ]
     pieces = pieces_of(size_bytes)
     bounds = np.linspace(0, size_bytes * cost.byte_factor, pieces + 1).round().astype(int).tolist()
@@ -134,7 +135,7 @@ def _inside(
     connection: int,
     after: Sequence[int],
 ) -> int:
-    """What the workers of a host do among themselves with a piece; returns the operation behind it."""
+    """Add the collective among the workers of a host for one piece; returns the operation after it."""
     if len(machine.ranks) == 1:
         return builder.operation(after=after)
     return builder.routed(*resources.within(kind, size_bytes, machine.ranks, connection), after)

@@ -1,13 +1,12 @@
-"""Push and pull: the all-reduce of parameter servers (Li et al., 2014), as BytePS lays it out, as a chunk program.
+"""Push and pull: the all-reduce of parameter servers (Li et al., 2014) as a chunk program, laid out like BytePS.
 
-Every rank serves a chunk of every tensor: it adds up what the others push to it, and they pull the sum. As many bytes
-pass each link as in a ring, in one round each way rather than ``world_size - 1``, but all at once.
+Every rank serves a chunk of every tensor: it sums what the other ranks push, and they pull the sum. Each link carries as
+many bytes as in a ring, but in one round each way instead of ``world_size - 1``, all at once.
 
-Where links are unequal, ranks may serve unequal ``shares``. With ``n`` ranks, one that serves the part ``s`` sends and
-receives ``1 + (n - 2) s`` times the tensor: its own gradient and the sums for all others. So the link of a rank that
-serves next to nothing carries the tensor once each way; in a ring it is ``2 (n - 1) / n`` times, whoever the rank is.
-But it carries it one way while all push, and the other way while all pull. So a share may be cut into ``pieces``: while
-one is pulled the next is pushed.
+If links are unequal, ranks may serve unequal ``shares``. With ``n`` ranks, one that serves the share ``s`` sends and
+receives ``1 + (n - 2) s`` times the tensor: its own gradient, and the sums for all others. The link of a rank with a tiny
+share thus carries the tensor once each way, compared with ``2 (n - 1) / n`` times in a ring. Because pushes and pulls use
+opposite directions, a share may be split into ``pieces``: while one piece is pulled, the next is pushed.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from headway.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How servers share the work: the ``shares`` of ranks, where they are unequal, each in so many ``pieces``.
+    """How servers share the work: the ``shares`` of ranks (empty if equal), each split into ``pieces``.
 
-    With ``hosts`` not ranks but hosts serve, and as many without workers (``server_hosts``).
+    With ``hosts``, hosts serve instead of ranks, including that many without workers (``server_hosts``).
     """
 
     shares: tuple[int, ...] = ()
@@ -32,15 +31,15 @@ class Serving:
     hosts: int | None = None
 
     def check(self, world_size: int) -> None:
-        """Raise PlanError for shares that are not those of ``world_size`` ranks."""
+        """Raise PlanError unless there are no shares, or one for each of ``world_size`` ranks."""
         if self.shares and len(self.shares) != world_size:
             raise PlanError(
-                "shares of servers are not as many as ranks", got=f"{len(self.shares)} shares",
-                expected=f"one for each of {world_size} ranks, or none", fix="Leave out shares: all are equal then.",
+                "the number of server shares does not match the ranks", got=f"{len(self.shares)} shares",
+                expected=f"one for each of {world_size} ranks, or none", fix="Leave out shares to make them equal.",
             )  # fmt: skip
 
     def program(self, rank: int, world_size: int) -> ChunkProgram:
-        """What ``rank`` does."""
+        """The chunk program of ``rank``."""
         assert self.hosts is None, "predicted, never run"
         return push_and_pull(rank, world_size, self.pieces, self.shares)
 
@@ -50,35 +49,35 @@ EVENLY = Serving()
 
 @lru_cache(maxsize=4096)
 def push_and_pull(rank: int, world_size: int, pieces: int = 1, shares: tuple[int, ...] = ()) -> ChunkProgram:
-    """Push chunks to their servers, add up the own one in the order of ranks before this one, pull the others.
+    """Push chunks to their servers, sum the own chunk, and pull the sums of the others.
 
-    A pull needs the whole sum of its piece, and a push that the one two pieces before it has come from everybody. The
-    tensor is cut into as many chunks as ``shares`` add up to, of which each rank serves so many; where there are none,
-    each rank serves one.
+    A pull needs the full sum of its piece. A push waits until the piece two before it has arrived from all ranks. The
+    tensor is split into ``sum(shares)`` chunks, of which each rank serves its share; without shares, each rank serves
+    one.
     """
     sizes = shares or (1,) * world_size
     firsts = (0, *accumulate(sizes))
     steps: list[Step] = []
-    summed = [-1]  # by piece, behind which step there is the sum of all before it
+    summed = [-1]  # by piece: the step after which its sum is complete
 
     def exchanges(piece: int, *, pulls: bool) -> list[Step]:
         def place(server: int) -> tuple[int, int]:
-            """The first of the pieces that a server's share has of this one, and how many they are."""
+            """The first chunk piece of a server's share in this piece, and the number of them."""
             return firsts[server] * pieces + piece * sizes[server], sizes[server]
 
-        found = []
+        transfers = []
         for distance in range(1, world_size):
             to, come_from = (rank + distance) % world_size, (rank - distance) % world_size
             (send_piece, run), (receive_piece, received) = (
                 (place(rank), place(come_from)) if pulls else (place(to), place(rank))
             )
-            found.append(
+            transfers.append(
                 Step(
                     send_piece, to, receive_piece, come_from, reduce=not pulls, run=run, receive_run=received,
                     send_after=summed[piece + 1] if pulls else summed[max(0, piece - 1)],
                 )
             )  # fmt: skip
-        return found
+        return transfers
 
     for piece in range(pieces + 1):
         if piece < pieces:

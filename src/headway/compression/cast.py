@@ -1,4 +1,4 @@
-"""Cast: every element is rounded to a type of fewer bits, and sums are of that type."""
+"""Cast: rounds every element to a type of fewer bits, and sums in that type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.model import DTYPE_BYTES
 
 
 class Cast(Codec):
-    """Gradients as elements of another type, one all-reduce a bucket."""
+    """Sends gradients as elements of another type, with one all-reduce per bucket."""
 
     name: ClassVar[str] = "cast"
 
@@ -36,16 +36,16 @@ class Cast(Codec):
 
     @classmethod
     def proposed(cls) -> tuple[Cast, ...]:
-        """Both types of two bytes."""
+        """Both 2-byte types."""
         return cls(dtype="bfloat16"), cls(dtype="float16")
 
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
-        """One all-reduce of as many elements."""
+        """One all-reduce of all elements."""
         del dtype, world_size
         return (Exchange(ALL_REDUCE, sum(map(math.prod, shapes)) * DTYPE_BYTES[self.dtype]),)
 
     def reduce(self, gradients: Gradients) -> Reduction:
-        """Divide, round, and add up: no sum is larger than the largest of its terms times the number of ranks was."""
+        """Divide before rounding and summing, so that no sum overflows."""
         import torch
 
         flat, ranks = gradients.flat, gradients.world_size
@@ -69,11 +69,11 @@ class Cast(Codec):
         return self.dtype + "-fed-back" * self.error_feedback
 
     def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
-        """A pass over the gradients to round, one to take over the mean; two more for error feedback."""
+        """Passes to round and to copy the mean; two more for error feedback."""
         del world_size
         return passes_us(size_bytes, 2.0 + 2.0 * self.error_feedback), passes_us(size_bytes, 1.0)
 
 
 def is_only_cast(codec: Codec) -> bool:
-    """Whether nothing but a cast is done, which is all that is done on devices."""
+    """Whether the codec is a plain cast, the only codec that runs on devices."""
     return isinstance(codec, Cast) and not codec.error_feedback

@@ -1,8 +1,8 @@
-"""Codec: what a bucket's gradients are sent as, decided once, for the live driver and for replay alike.
+"""Defines codecs, which decide how a bucket's gradients are compressed, for live jobs and replay alike.
 
-A codec says which collectives a bucket takes (``exchanges``, pure) and computes what they carry (``reduce``). The
-latter is a generator: it yields every collective with its operand and is sent the result, so that a process group, a
-simulation of all ranks in one process and a measurement of what computing takes can all drive the same code.
+A codec declares the collectives of a bucket (``exchanges``, pure) and computes their operands (``reduce``). The latter
+is a generator that yields every collective with its operand and receives the result. So a process group, a simulation of
+all ranks in one process, and a benchmark can drive the same code.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""Types of gradients that codecs take."""
+"""Gradient types that codecs accept."""
 
 MOST_EXCHANGES = 8
-"""So many collectives a bucket has at most."""
+"""The most collectives of a bucket."""
 
 Shape = tuple[int, ...]
 
@@ -36,8 +36,8 @@ Shape = tuple[int, ...]
 class Exchange(NamedTuple):
     """One collective: its kind (``collectives.algorithms``), and the size of its tensor over all ranks.
 
-    That of an all-reduce is what every rank brings, that of an all-gather what every rank ends with, that of an
-    all-to-all what every rank sends and receives, its own part among it.
+    The size is the input of a rank for an all-reduce, the output of a rank for an all-gather, and everything that a rank
+    sends (including its own part) for an all-to-all.
     """
 
     kind: str
@@ -47,8 +47,8 @@ class Exchange(NamedTuple):
 class Sent(NamedTuple):
     """A collective with this rank's operand, flat and contiguous.
 
-    The result of an all-reduce is the sum, in the operand's place. That of an all-gather has a row for each rank. An
-    all-to-all's operand has a row for each rank, and so has its result.
+    An all-reduce sums in place. The result of an all-gather has a row for each rank. The operand and the result of an
+    all-to-all have a row for each rank.
     """
 
     kind: str
@@ -56,9 +56,9 @@ class Sent(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What a bucket's reduction ends with, both flat.
+    """The result of a bucket's reduction; both tensors are flat.
 
-    ``mean`` is the same on all ranks. ``kept`` is what of this rank's gradients is not in it, for the next step.
+    ``mean`` is the same on all ranks. ``kept`` is the part of this rank's gradients that was not sent, for the next step.
     """
 
     mean: torch.Tensor
@@ -70,11 +70,11 @@ Reduction = Generator[Sent, "torch.Tensor", Reduced]
 
 @dataclass(slots=True)
 class Gradients:
-    """What one rank brings to the reduction of a bucket.
+    """The input of one rank to the reduction of a bucket.
 
-    ``flat`` has its gradients behind each other, in ``computed_in`` of their type, what was kept of earlier steps
-    added. ``shapes`` are their shapes, and ``keys`` tell the parameters apart, the same on all ranks. ``memory`` is
-    what the codec remembers of a parameter from one step to the next, by its key.
+    ``flat`` is the concatenation of its gradients in type ``computed_in``, plus what was kept from earlier steps.
+    ``shapes`` are their shapes; ``keys`` identify the parameters, the same on all ranks. ``memory`` is the state that the
+    codec keeps for a parameter between steps, by key.
     """
 
     flat: torch.Tensor
@@ -86,7 +86,7 @@ class Gradients:
 
 
 class Codec(BaseModel):
-    """How the gradients of a bucket are sent. Its fields are the options in a plan file.
+    """Compresses the gradients of a bucket. The fields are its options in a plan file.
 
     Subclasses have a field ``codec`` with their name as the only value.
     """
@@ -102,97 +102,96 @@ class Codec(BaseModel):
 
     @classmethod
     def proposed(cls) -> tuple[Self, ...]:
-        """The codecs of this class that a search tries, and whose costs a probe measures; none by default."""
+        """The codecs of this class to try in a search and to measure in a probe; none by default."""
         return ()
 
     @property
     def permission(self) -> str:
-        """The permission without which it is never chosen (``headway.permission``); "" for none."""
+        """The permission that the codec requires (``headway.permission``); "" for none."""
         return PRECISION if self.loses else ""
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what is not sent is kept and added to the gradients of the next step."""
+        """Whether the unsent part is kept and added to the gradients of the next step (error feedback)."""
         return bool(getattr(self, "error_feedback", False))
 
     @abstractmethod
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
-        """The collectives of a bucket with gradients of ``shapes`` and ``dtype``, in their order."""
+        """The collectives of a bucket with gradients of ``shapes`` and ``dtype``, in order."""
 
     @abstractmethod
     def reduce(self, gradients: Gradients) -> Reduction:
-        """Yield the collectives that ``exchanges`` says, and return the mean over ranks."""
+        """Yield the collectives that ``exchanges`` declares, and return the mean over ranks."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Say what gradients are sent as in a few words, for tables."""
+        """The codec in a few words, for tables."""
 
     @property
     @abstractmethod
     def loses(self) -> str:
-        """What becomes of gradients, in words that follow "gradients are"; "" where all of every gradient is sent."""
+        """How gradients change, to follow "gradients are"; "" for a lossless codec."""
 
     @property
     def cost_name(self) -> str:
-        """The name under which ``Cluster.codecs`` holds what it costs."""
+        """The name of the codec's cost in ``Cluster.codecs``."""
         return self.name
 
     @abstractmethod
     def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
-        """What computing takes where nothing was measured: before each exchange, and behind the last one.
+        """The default computation times in us: before each exchange, and after the last one.
 
-        ``size_bytes`` is the size of the bucket's gradients. Buckets with fewer exchanges have fewer of these, the last
-        one always.
+        ``size_bytes`` is the size of the bucket's gradients. Used if the cluster has no measured cost.
         """
 
 
 class FedBack(Codec):
-    """A codec that loses so much of a gradient that it keeps this for the next step, unless it is told not to.
+    """A lossy codec with error feedback, which can be turned off.
 
     Subclasses have a field ``error_feedback``.
     """
 
     @property
     def cost_name(self) -> str:
-        """Two: keeping what is not sent takes passes of its own."""
+        """Differs without feedback, because keeping the unsent part takes extra passes."""
         return self.name + "-alone" * (not self.feeds_back)
 
     @property
-    def _said_of_feedback(self) -> str:
+    def _feedback_note(self) -> str:
         return "" if self.feeds_back else " without error feedback"
 
 
 def takes_all(model: ModelSpec) -> bool:
-    """Whether all gradients of ``model`` are of types that codecs take."""
+    """Whether codecs accept the types of all gradients of ``model``."""
     return all(parameter.dtype in FLOATS for parameter in model.parameters)
 
 
 def computed_in(dtype: str) -> str:
-    """The type in which codecs compute on gradients of ``dtype``: no less than float32."""
+    """The type in which codecs compute on gradients of ``dtype``: at least float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def element_bytes(dtype: str) -> int:
-    """The size of an element that codecs compute on, of gradients of ``dtype``."""
+    """The element size in ``computed_in(dtype)``."""
     return DTYPE_BYTES[computed_in(dtype)]
 
 
 def passes_us(size_bytes: float, passes: float) -> float:
-    """What so many passes of one core over ``size_bytes`` take, where nothing was measured."""
+    """The default time (us) of ``passes`` passes of one core over ``size_bytes``."""
     return passes * size_bytes / DEFAULT_BYTES_A_US
 
 
 DEFAULT_BYTES_A_US = 4_000.0
-"""4 GB/s: one core reads and writes float32 at about this rate where other ranks use the same memory."""
+"""4 GB/s: about the rate at which one core reads and writes float32 while other ranks use the same memory."""
 
 
 MIB = 2**20
 DEVICE_FACTOR = 250.0
-"""By how much a device whose library is NCCL is taken to compute faster than a core: 1 TB/s instead of 4 GB/s."""
+"""The assumed speedup of devices with NCCL over a core: 1 TB/s instead of 4 GB/s."""
 
 
 def stretches_ns(codec: Codec, cluster: Cluster, size_bytes: int, exchanges: int) -> list[int]:
-    """What a bucket of ``size_bytes`` takes to compute: before each of its exchanges, and behind the last one."""
+    """The computation times (ns) of a bucket: before each of its exchanges, and after the last one."""
     cost = cluster.codecs.get(codec.cost_name)
     if cost is None:
         factor = 1.0 if cluster.library != NCCL else 1 / DEVICE_FACTOR
@@ -205,9 +204,9 @@ def stretches_ns(codec: Codec, cluster: Cluster, size_bytes: int, exchanges: int
 
 
 def slowdown_of(codec: Codec, cluster: Cluster) -> float:
-    """How much longer training's computation takes while that is computed; 1 where both have half of the cores.
+    """The relative slowdown of training while the codec computes; 1 if both get half of the cores.
 
-    Where it was not measured: 1 on cores that communication slows down too, and nothing elsewhere.
+    Without a measurement: 1 on cores that communication slows down too, and 0 elsewhere.
     """
     cost = cluster.codecs.get(codec.cost_name)
     if cost is not None:

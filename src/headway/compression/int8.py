@@ -1,9 +1,9 @@
-"""Int8: blocks of elements as 8-bit integers with a scale each, added up exactly.
+"""Int8: sends blocks of elements as 8-bit integers with one scale per block.
 
-Integers of different scales cannot be added on the way, so ranks get each other's integers and add up what they stand
-for in the type of the gradients. With up to two ranks an all-gather brings all of them. With more, each rank gets a
-share of the bucket from every other one (all-to-all), adds it up, and its share of the mean is gathered, again as
-integers: 2N(P - 1)/P bytes a rank for N elements and P ranks instead of N(P - 1).
+Integers with different scales cannot be summed on the way, so ranks exchange integers and sum the decoded values in the
+type of the gradients. Up to two ranks use an all-gather. With more, each rank gets its share of the bucket from every
+other rank (all-to-all) and sums it, and the shares of the mean are gathered, again as integers: 2N(P - 1)/P bytes per
+rank for N elements and P ranks instead of N(P - 1).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 SCALE_BYTES = 4
 LARGEST = 127
-GATHERED_UP_TO = 2  # ranks: from three on the all-gather has more bytes
+GATHERED_UP_TO = 2  # ranks; with more, an all-gather sends more bytes
 
 
 class Int8(FedBack):
-    """Gradients as 8-bit integers, rounded to the nearest, with a scale for every block of elements."""
+    """Sends gradients as 8-bit integers (rounded to nearest), with a scale for every block."""
 
     name: ClassVar[str] = "int8"
 
@@ -63,16 +63,16 @@ class Int8(FedBack):
         return Exchange(ALL_TO_ALL, size_bytes), Exchange(ALL_GATHER, size_bytes)
 
     def share_numel(self, numel: int, world_size: int) -> int:
-        """The elements of each rank's share: whole blocks."""
+        """The elements of each rank's share, in full blocks."""
         return -(-numel // (world_size * self.block)) * self.block
 
     def sent_bytes(self, numel: int) -> int:
-        """The size of so many elements with their scales; they are filled up to whole blocks."""
+        """The size of ``numel`` elements with their scales, padded to full blocks."""
         blocks = -(-numel // self.block)
         return blocks * (self.block + SCALE_BYTES)
 
     def reduce(self, gradients: Gradients) -> Reduction:
-        """Exchange integers and add up, in the order of ranks, what they stand for."""
+        """Exchange integers, and sum the decoded values in rank order."""
         if gradients.world_size <= GATHERED_UP_TO:
             return (yield from self._gathered(gradients))
         return (yield from self._in_shares(gradients))
@@ -92,16 +92,16 @@ class Int8(FedBack):
         numel = flat.numel()
         share = self.share_numel(numel, ranks)
         shares = torch.nn.functional.pad(flat, (0, ranks * share - numel)).view(ranks, share)
-        sent = torch.stack([self.encode(each) for each in shares])
+        sent = torch.stack([self.encode(rank_share) for rank_share in shares])
         kept = flat[:0]
         if self.error_feedback:
             kept = shares.clone()
-            for row, own in zip(sent, kept, strict=True):
-                own.sub_(self.decode(row, flat))
+            for row, error in zip(sent, kept, strict=True):
+                error.sub_(self.decode(row, flat))
         rows = yield Sent(ALL_TO_ALL, sent)
         mean = self._mean(rows, flat)
         summed = self.encode(mean)
-        if self.error_feedback:  # the whole sum's rounding is this rank's to make up for
+        if self.error_feedback:  # this rank compensates the rounding of its share of the sum
             kept[gradients.rank].add_(mean.sub_(self.decode(summed, flat)), alpha=ranks)
             kept = kept.view(-1)[:numel]
         rows = yield Sent(ALL_GATHER, summed)
@@ -114,7 +114,7 @@ class Int8(FedBack):
         return total.div_(len(rows))
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """``flat`` in whole blocks as bytes: all scales (float32), then all integers. What is not finite stays so."""
+        """Encode ``flat`` in full blocks: all scales (float32), then all integers. Non-finite values stay non-finite."""
         import torch
 
         blocks = -(-flat.numel() // self.block)
@@ -124,13 +124,15 @@ class Int8(FedBack):
         scales = (padded.abs().amax(dim=1) / LARGEST).float()
         steps = torch.where(scales > 0, scales, 1.0).to(flat.dtype)
         integers = (padded / steps.unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST)
-        scales = torch.where(scales.isfinite(), scales, torch.nan)  # a GradScaler looks for it
+        scales = torch.where(
+            scales.isfinite(), scales, torch.nan
+        )  # a GradScaler checks for non-finite values
         return torch.cat(
             [scales.view(torch.uint8), integers.nan_to_num_().to(torch.int8).view(-1).view(torch.uint8)]
         )
 
     def decode(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """What ``encode`` has made of elements, in whole blocks, in the type of ``like``."""
+        """Decode the output of ``encode`` in full blocks, in the type of ``like``."""
         import torch
 
         blocks = sent.numel() // (self.block + SCALE_BYTES)
@@ -140,7 +142,7 @@ class Int8(FedBack):
 
     def describe(self) -> str:
         """Say the type."""
-        return "int8" + self._said_of_feedback
+        return "int8" + self._feedback_note
 
     @property
     def loses(self) -> str:

@@ -1,8 +1,8 @@
-"""PowerSGD: matrices as products of two thin ones (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
+"""PowerSGD: sends matrices as products of two thin ones (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
 
-Each matrix M of n by m is sent as P = MQ (n by r), and after P was averaged and made orthonormal, as Q = M'P (m by r),
-which the next step begins with. Vectors, and matrices that would not get smaller by half, are sent as they are, along
-with the Ps: two all-reduces a bucket.
+Each n-by-m matrix M is sent as P = MQ (n by r) and, after P is averaged and made orthonormal, as Q = M'P (m by r), with
+which the next step starts. Vectors, and matrices that would not shrink by half, are sent unchanged along with the Ps:
+two all-reduces per bucket.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from headway.compression.codec import (
 if TYPE_CHECKING:
     import torch
 
-LEAST_GAIN = 2  # times as small, as torch's hook has it
+LEAST_GAIN = 2  # least compression of a matrix, as in torch's hook
 SEED = 0x5EED
 
 
 class PowerSGD(Codec):
-    """Gradients of matrices as their best directions, found by a power iteration that goes on from step to step."""
+    """Sends low-rank factors of gradient matrices, found by a power iteration that continues between steps."""
 
     name: ClassVar[str] = "power-sgd"
 
@@ -48,7 +48,7 @@ class PowerSGD(Codec):
     """What the product lacks of a gradient is added to the next step's. PowerSGD does not converge without."""
 
     def rank_of(self, shape: Shape) -> int:
-        """How many columns the factors of a gradient of this shape have; 0 where it is sent as it is."""
+        """The rank for a gradient of this shape; 0 if it is sent unchanged."""
         if len(shape) < 2 or not math.prod(shape):
             return 0
         rows, columns = matrix_shape(shape)
@@ -61,7 +61,7 @@ class PowerSGD(Codec):
         return (cls(),)
 
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
-        """All-reduces of what is sent as it is with all Ps, and of all Qs."""
+        """An all-reduce of unchanged gradients with all Ps, and one of all Qs."""
         del world_size
         first = second = 0
         for shape in shapes:
@@ -73,7 +73,7 @@ class PowerSGD(Codec):
         return tuple(Exchange(ALL_REDUCE, size * element_bytes(dtype)) for size in sizes)
 
     def reduce(self, gradients: Gradients) -> Reduction:
-        """One power iteration on the mean of the ranks' matrices."""
+        """Run one power iteration on the mean of the ranks' matrices."""
         import torch
 
         flat, ranks = gradients.flat, gradients.world_size
@@ -103,31 +103,35 @@ class PowerSGD(Codec):
             ):
                 q = gradients.memory[key] = part.view(second.shape).clone()
                 products.append((basis @ q.T).view(-1))
-        whole, product = iter(parts), iter(products)
-        mean = torch.cat([next(product if rank else whole) for rank in low])
+        unchanged, product = iter(parts), iter(products)
+        mean = torch.cat([next(product if rank else unchanged) for rank in low])
         kept = flat - mean
-        for own, rank in zip(kept.split([piece.numel() for piece in pieces]), low, strict=True):
+        for kept_piece, rank in zip(kept.split([piece.numel() for piece in pieces]), low, strict=True):
             if not rank:
-                own.zero_()
+                kept_piece.zero_()
         return Reduced(mean, kept)
 
     def _directions(self, gradients: Gradients, key: int, matrix: torch.Tensor, rank: int) -> torch.Tensor:
-        """The Q to begin with: the last one, with columns drawn anew where it has none left; the same on all ranks."""
+        """The Q to start with: the previous one, with missing columns drawn at random; the same on all ranks."""
         import torch
 
-        known = gradients.memory.get(key)
-        if known is not None and (known.shape[0] != matrix.shape[1] or not bool(known.isfinite().all())):
-            known = None
-        if known is not None:
-            known = known[:, :rank]  # of a state that was saved under another rank
-            if known.shape[1] == rank and bool(known.any(dim=0).all()):
-                return known
+        remembered = gradients.memory.get(key)
+        if remembered is not None and (
+            remembered.shape[0] != matrix.shape[1] or not bool(remembered.isfinite().all())
+        ):
+            remembered = None
+        if remembered is not None:
+            remembered = remembered[:, :rank]  # a restored state may have another rank
+            if remembered.shape[1] == rank and bool(remembered.any(dim=0).all()):
+                return remembered
         generator = torch.Generator().manual_seed(SEED + key)
         drawn = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix)
-        if known is None:
+        if remembered is None:
             return drawn
-        had = known.shape[1]
-        return torch.cat([torch.where(known.any(dim=0), known, drawn[:, :had]), drawn[:, had:]], dim=1)
+        had = remembered.shape[1]
+        return torch.cat(
+            [torch.where(remembered.any(dim=0), remembered, drawn[:, :had]), drawn[:, had:]], dim=1
+        )
 
     def describe(self) -> str:
         """Say the rank."""
@@ -140,7 +144,7 @@ class PowerSGD(Codec):
 
     @property
     def cost_name(self) -> str:
-        """By its rank."""
+        """Depends on the rank."""
         return f"{self.name}-{self.rank}"
 
     def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
@@ -155,15 +159,17 @@ class PowerSGD(Codec):
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """The matrix that a gradient of two or more dimensions is taken for: its first dimension by all others."""
+    """The matrix view of a gradient: its first dimension by all others."""
     return shape[0], math.prod(shape[1:])
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the space of ``columns``, filled up where that has fewer dimensions."""
+    """An orthonormal basis of the span of ``columns``, completed if that has fewer dimensions."""
     import torch
 
-    if not bool(columns.isfinite().all()):  # decompositions refuse it, and a GradScaler looks for it
+    if not bool(
+        columns.isfinite().all()
+    ):  # decompositions reject non-finite values, and a GradScaler checks for them
         return torch.full_like(columns, torch.nan)
     basis: torch.Tensor = torch.linalg.qr(columns).Q
     return basis

@@ -1,4 +1,4 @@
-"""The codecs there are, by name: those that come with Headway, and those of entry points of ``headway.codecs``."""
+"""Registers codecs by name: Headway's own, and those from entry points of ``headway.codecs``."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
 @cache
 def codecs() -> dict[str, type[Codec]]:
     """All codecs by name."""
-    shipped = {each.name: each for each in SHIPPED}
-    others = load_entry_points(GROUP, shipped, _fitting, "a subclass of Codec of that name")
-    return {**shipped, **{each.name: each for each in others}}
+    shipped = {kind.name: kind for kind in SHIPPED}
+    plugins = load_entry_points(GROUP, shipped, _fitting, "a subclass of Codec of that name")
+    return {**shipped, **{kind.name: kind for kind in plugins}}
 
 
 @cache
 def proposed() -> tuple[Codec, ...]:
-    """What a search tries, and a probe measures: the codecs that each class proposes, Headway's own first."""
-    each_proposes = answers("codec", codecs().items(), _proposed)
-    return tuple(chain.from_iterable(codecs_of_kind for _, codecs_of_kind in each_proposes))
+    """The codecs to try in a search and to measure in a probe, Headway's own first."""
+    by_kind = answers("codec", codecs().items(), _proposed)
+    return tuple(chain.from_iterable(codecs_of_kind for _, codecs_of_kind in by_kind))
 
 
 def _proposed(kind: type[Codec]) -> tuple[Codec, ...]:
-    """What ``kind`` proposes, which has to answer what a search asks of each."""
-    made = tuple(kind.proposed())
-    for each in made:
-        each.describe(), each.loses, each.permission  # whether these raise
-        each.exchanges(((8, 8),), "float32", 2)
-        each.default_us(256, 2)
-    return made
+    """The codecs that ``kind`` proposes, after a check that they answer the questions of a search."""
+    proposals = tuple(kind.proposed())
+    for proposal in proposals:
+        proposal.describe(), proposal.loses, proposal.permission  # check that these do not raise
+        proposal.exchanges(((8, 8),), "float32", 2)
+        proposal.default_us(256, 2)
+    return proposals
 
 
-def _fitting(name: str, found: object) -> type[Codec] | None:
-    if isinstance(found, type) and issubclass(found, Codec) and getattr(found, "name", "") == name:
-        check_complete(found)
-        return found
+def _fitting(name: str, loaded: object) -> type[Codec] | None:
+    if isinstance(loaded, type) and issubclass(loaded, Codec) and getattr(loaded, "name", "") == name:
+        check_complete(loaded)
+        return loaded
     return None
 
 
 def _by_name(value: Any) -> Any:
-    """Options with the name of their codec, ``cast`` where it is left out, as that codec."""
+    """Turn a mapping of options into its codec (default: ``cast``)."""
     if not isinstance(value, Mapping):
         return value
     name = value.get("codec", Cast.name)

@@ -1,4 +1,4 @@
-"""Top-k: only the largest elements of a bucket are sent, with their places (Lin et al., arXiv 1712.01887)."""
+"""Top-k: sends only the largest elements of a bucket, with their indices (Lin et al., arXiv 1712.01887)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDEX_BYTES = 4
 
 
 class TopK(FedBack):
-    """The largest elements of a bucket by their absolute values; ranks gather each other's and add them up."""
+    """Sends the largest elements of a bucket by absolute value; ranks gather and sum them."""
 
     name: ClassVar[str] = "top-k"
 
@@ -48,12 +48,12 @@ class TopK(FedBack):
         return (cls(),)
 
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
-        """One all-gather of values and places."""
+        """One all-gather of values and indices."""
         count = self.count(sum(map(math.prod, shapes)))
         return (Exchange(ALL_GATHER, world_size * count * (element_bytes(dtype) + INDEX_BYTES)),)
 
     def reduce(self, gradients: Gradients) -> Reduction:
-        """Choose, gather, and add up in the order of ranks."""
+        """Select, gather, and sum in rank order."""
         import torch
 
         flat = gradients.flat
@@ -76,7 +76,7 @@ class TopK(FedBack):
 
     def describe(self) -> str:
         """Say the share."""
-        return f"the largest {self.share:.3g} of elements{self._said_of_feedback}"
+        return f"the largest {self.share:.3g} of elements{self._feedback_note}"
 
     @property
     def loses(self) -> str:
@@ -84,6 +84,6 @@ class TopK(FedBack):
         return f"left out of a step unless they are among the largest {self.share:.3g} of their bucket"
 
     def default_us(self, size_bytes: int, world_size: int) -> tuple[float, ...]:
-        """Selection takes as long as many passes; adding up costs by what is sent."""
+        """Selection takes as long as many passes; the sum depends on the sent share."""
         select = passes_us(size_bytes, 20.0 + self.error_feedback)
         return select, passes_us(size_bytes, 2.0 + 4 * self.share * world_size)

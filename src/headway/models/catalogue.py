@@ -1,4 +1,4 @@
-"""The models there are tables of, by the name the command line and benchmarks use."""
+"""Lists the bundled model tables by name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PUBLISHED: Mapping[str, Callable[..., LayerTable]] = MappingProxyType(
         "bert-large": bert_large,
     }
 )
-"""Each makes its table for the batch of DeAR's evaluation (arXiv 2302.12445), whose images are all of 224 x 224."""
+"""Functions that make tables, by default for the batch of DeAR's evaluation (arXiv 2302.12445; images of 224 x 224)."""
 
 MODELS: Mapping[str, Callable[..., LayerTable]] = MappingProxyType(
     {**PUBLISHED, "vgg16": vgg16, "gpt2": gpt2}
 )
-"""All of them; ``samples=`` makes the table for another batch."""
+"""All models; pass ``samples=`` for another batch."""

@@ -73,7 +73,7 @@ class ConvolutionalBuilder:
         return output
 
     def linear(self, name: str, inputs: int, outputs: int) -> None:
-        """A dense layer with bias on one vector a sample."""
+        """A dense layer with bias on one vector per sample."""
         parameters = (Parameter("weight", (outputs, inputs)), Parameter("bias", (outputs,)))
         moved = self.samples * (inputs + outputs) * FLOAT_BYTES
         self._add(name, parameters, 2.0 * self.samples * inputs * outputs, moved)
@@ -81,7 +81,7 @@ class ConvolutionalBuilder:
     def pool(
         self, inputs: Feature, kernel: int, stride: int = 1, padding: int = 0, *, average: bool = False
     ) -> Feature:
-        """Pooling, counted with the layer before it. That of the largest keeps where each was."""
+        """Pooling, counted with the layer before it. Max pooling also saves the indices."""
         output = _slide(inputs, inputs.channels, (kernel, kernel), stride, (padding, padding))
         self._extend(self._bytes(inputs) + self._bytes(output))
         self._keep(inputs)
@@ -109,12 +109,12 @@ class ConvolutionalBuilder:
         return output
 
     def cut(self, feature: Feature) -> Feature:
-        """A stage of a pipeline may end here: ``feature`` is all that later layers need."""
+        """Allow a pipeline stage to end here: later layers only need ``feature``."""
         self.layers[-1] = replace(self.layers[-1], cut_bytes=self._bytes(feature))
         return feature
 
     def table(self, name: str, batch: str) -> LayerTable:
-        """Everything collected."""
+        """The collected layers as a table."""
         return LayerTable(name, batch, self.samples, tuple(self.layers))
 
     def _bytes(self, feature: Feature) -> float:
@@ -132,7 +132,7 @@ class ConvolutionalBuilder:
         self.layers.append(Layer(name, parameters, Work(flops, moved, kernels)))
 
     def _keep(self, feature: Feature) -> None:
-        if not any(feature is other for other in self._kept):
+        if not any(feature is kept for kept in self._kept):
             self._kept.append(feature)
             self._work(Work(kept_bytes=self._bytes(feature)))
 

@@ -1,10 +1,10 @@
-"""Modelled layer times: a roofline of a device, for want of a recording on one.
+"""Models layer times with a roofline of a device, for use without a recording.
 
     forward = flops / rate + moved bytes / bandwidth + kernels * floor        backward = 2 * forward
 
-Compute and memory are added, not overlapped: frameworks run these layers one kernel after the other, and
-elementwise kernels (normalisation, activations) do nothing but move bytes. Backward is twice forward because it makes
-two products of a layer's size, one for its input and one for its weights, where forward makes one.
+Compute and memory times are added, not overlapped: frameworks run kernels one after the other, and elementwise kernels
+(normalisation, activations) only move bytes. Backward takes twice as long as forward because it computes two products per
+layer, for the input and for the weights, where forward computes one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device reaches in practice in one precision: FLOP/s, bytes/s, and the least time of a kernel.
+    """The practical FLOP/s, bytes/s and minimum kernel time of a device in one precision.
 
-    ``error`` is by which share the times of whole models may be off.
+    ``error`` is the relative error of the times of full models.
     """
 
     name: str
@@ -82,7 +82,7 @@ class DataSheet:
         """What it reaches in ``precision``. Raises UserError for one that it does not have."""
         if precision not in self.flops_per_s:
             raise UserError(
-                f"{self.name} has no such precision", got=f"--precision {precision}",
+                f"{self.name} does not support this precision", got=f"--precision {precision}",
                 expected=f"--precision {' or '.join(self.flops_per_s)}",
             )  # fmt: skip
         flops_per_s = self.flops_per_s[precision]
@@ -95,7 +95,7 @@ class DataSheet:
 
 
 def _sheet(name: str, gb_s: float, fp32: float, tf32: float, bf16: float, fp16: float) -> DataSheet:
-    """A data sheet in TFLOP/s, with 0 for what there is not."""
+    """A data sheet with rates in TFLOP/s; 0 marks an unsupported precision."""
     tflops = zip(PRECISIONS, (fp32, tf32, bf16, fp16), strict=True)
     rates = {precision: rate * 1e12 for precision, rate in tflops if rate}
     return DataSheet(name, MappingProxyType(rates), gb_s * 1e9)
@@ -115,7 +115,7 @@ DEVICES: Mapping[str, DataSheet] = MappingProxyType(
         "mi300x": _sheet("MI300X", 5300, 163.4, 653.7, 1307.4, 1307.4),
     }
 )
-"""Data sheets by the name the command line uses: NVIDIA's, and AMD's. Rates of tensor cores are dense ones."""
+"""Data sheets by the name the command line uses: NVIDIA's, and AMD's. Rates of tensor cores are without sparsity."""
 RTX_2080_TI = DEVICES["rtx-2080-ti"].at()
 
 
@@ -136,6 +136,6 @@ def layer_times(table: LayerTable, device: Device = RTX_2080_TI) -> tuple[LayerT
 
 
 def step_s(table: LayerTable, device: Device = RTX_2080_TI) -> tuple[float, float]:
-    """The modelled seconds of a whole forward and a whole backward, without communication."""
+    """The modelled seconds of a full forward and a full backward, without communication."""
     times = layer_times(table, device)
     return sum(t.forward_s for t in times), sum(t.backward_s for t in times)

@@ -1,4 +1,4 @@
-"""LayerTable: a model as its layers in forward order, their parameters and their work."""
+"""Describes a model as a table of layers in forward order, with their parameters and work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from headway.model import ModelSpec, ParameterSpec, PassMemory
 
 FLOAT_BYTES = 4
-"""All tables are of single precision, as the published benchmarks that use these models."""
+"""All tables use single precision, like the published benchmarks with these models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a forward does: floating-point operations, bytes to and from memory, kernels launched.
+    """The work of a forward: floating-point operations, bytes moved, kernels launched.
 
-    ``kept_bytes`` are what it leaves for backward, of which ``single_bytes`` stay as they are in mixed precision: what
-    normalisation, softmax and losses keep, and masks.
+    ``kept_bytes`` is what it saves for backward. ``single_bytes`` of them do not shrink in mixed precision: masks, and
+    what normalisation, softmax and losses save.
     """
 
     flops: float = 0.0
@@ -40,20 +40,20 @@ class Work:
     kept_bytes: float = 0.0
     single_bytes: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, addend: Work) -> Work:
         return Work(
-            self.flops + other.flops,
-            self.moved_bytes + other.moved_bytes,
-            self.kernels + other.kernels,
-            self.kept_bytes + other.kept_bytes,
-            self.single_bytes + other.single_bytes,
+            self.flops + addend.flops,
+            self.moved_bytes + addend.moved_bytes,
+            self.kernels + addend.kernels,
+            self.kept_bytes + addend.kept_bytes,
+            self.single_bytes + addend.single_bytes,
         )
 
     def halved(self, parameter_bytes: float) -> Work:
-        """The same in mixed precision, of a layer with parameters of so many bytes in single precision.
+        """The work in mixed precision, of a layer with ``parameter_bytes`` in single precision.
 
-        Activations have half the bytes. Parameters stay as they are: each forward reads them, writes a copy of half
-        the size, and leaves that copy for backward.
+        Activations take half the bytes. Parameters stay in single precision: each forward reads them, writes a copy of
+        half the size, and saves that copy for backward.
         """
         return Work(
             self.flops,
@@ -65,10 +65,9 @@ class Work:
 
 
 def at_batch(values: Mapping[int, float], samples: int) -> float:
-    """What a cost is for a batch of ``samples``, from its ``values`` at two batch sizes.
+    """Interpolate a cost linearly at a batch of ``samples``, from its ``values`` at two batch sizes.
 
-    It is a line through both, a fixed part and one in proportion to the samples. Where noise makes the line fall, or
-    begin below zero, it is bent so that no batch costs less than nothing.
+    If noise makes the line fall or start below zero, it is bent so that costs stay positive.
     """
     (few, low), (many, high) = sorted(values.items())
     line = low + (high - low) * (samples - few) / (many - few)
@@ -79,11 +78,11 @@ def at_batch(values: Mapping[int, float], samples: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module that owns parameters, with its forward's work for the table's batch.
+    """A module that owns parameters, with the work of its forward for the table's batch.
 
-    What follows a module and owns nothing (activations, pooling, attention scores) is counted with it. ``tied`` holds
-    full names of parameters of other layers that it also uses; their gradient is complete after both have run.
-    ``cut_bytes`` is what the whole batch passes on if the model is cut behind it; 0 where it is not to be cut.
+    Operations without parameters (activations, pooling, attention scores) count with the module before them. ``tied``
+    has the full names of other layers' parameters that it also uses. ``cut_bytes`` is the size of its output for the
+    full batch if the model may be split after it, else 0.
     """
 
     name: str
@@ -93,20 +92,20 @@ class Layer:
     cut_bytes: float = 0.0
 
     def full_name(self, parameter: Parameter) -> str:
-        """The name of one of its parameters in the whole model."""
+        """The full name of a parameter in the model."""
         return f"{self.name}.{parameter.name}"
 
     def halved(self) -> Layer:
-        """The same layer in mixed precision: its parameters and their gradients stay in single precision."""
+        """The layer in mixed precision; parameters and their gradients stay in single precision."""
         own_bytes = FLOAT_BYTES * sum(parameter.numel for parameter in self.parameters)
         return replace(self, work=self.work.halved(own_bytes), cut_bytes=self.cut_bytes / 2)
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """A model's layers in forward order, which is the order of registration too.
+    """A model's layers in forward order, which is also the order of registration.
 
-    ``batch`` says for which input the work was counted, ``samples`` how many samples that is.
+    ``batch`` describes the input that the work is for, ``samples`` is its number of samples.
     """
 
     name: str
@@ -115,12 +114,12 @@ class LayerTable:
     layers: tuple[Layer, ...] = field(repr=False)
 
     def halved(self) -> LayerTable:
-        """The same model in mixed precision."""
+        """The model in mixed precision."""
         return replace(self, layers=tuple(layer.halved() for layer in self.layers))
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter under its full name, each once."""
+        """The parameters by full name, without duplicates."""
         return {layer.full_name(p): p for layer in self.layers for p in layer.parameters}
 
     @property
@@ -130,12 +129,12 @@ class LayerTable:
 
     @property
     def work(self) -> Work:
-        """One forward's work."""
+        """The work of one forward."""
         return sum((layer.work for layer in self.layers), Work())
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as communication decisions see it, with the orders of its forward and backward."""
+        """The model specification, with the orders of forward and backward."""
         parameters = tuple(
             ParameterSpec(name=layer.full_name(p), shape=p.shape, dtype="float32", module=layer.name)
             for layer in self.layers
@@ -149,7 +148,7 @@ class LayerTable:
         )
 
     def _pass_memory(self) -> PassMemory | None:
-        """While backward is at a layer, gradients of what that kept are there besides."""
+        """The memory over a pass; while backward is at a layer, gradients of its saved tensors also exist."""
         kept_bytes = [round(layer.work.kept_bytes) for layer in self.layers]
         held_bytes = forward_bytes = sum(kept_bytes)
         backward: list[tuple[str, int]] = []

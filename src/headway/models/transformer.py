@@ -11,7 +11,7 @@ MASK_BYTES = 1  # what dropout keeps of an element
 
 @dataclass
 class TransformerBuilder:
-    """Collects layers for a batch of ``samples`` sequences of ``length`` words."""
+    """Collects layers for a batch of ``samples`` sequences of ``length`` tokens."""
 
     samples: int
     length: int
@@ -21,11 +21,11 @@ class TransformerBuilder:
 
     @property
     def words(self) -> int:
-        """How many words a batch has."""
+        """The number of tokens in a batch."""
         return self.samples * self.length
 
     def embedding(self, name: str, rows: int) -> None:
-        """Rows that are looked up for every word."""
+        """An embedding: looks up a row for every token."""
         moved = 3.0 * self.words * self.width * FLOAT_BYTES  # rows read, written and added to the others
         self._add(name, (Parameter("weight", (rows, self.width)),), Work(self.words * self.width, moved, 2))
 
@@ -60,19 +60,19 @@ class TransformerBuilder:
         )
 
     def tied_linear(self, name: str, outputs: int, tied: str, after: Work, *, bias: bool = True) -> None:
-        """A dense layer on all words whose weight is the parameter ``tied`` of another layer."""
+        """A dense layer on all tokens whose weight is the parameter ``tied`` of another layer."""
         moved = float(self.words * (self.width + outputs) + self.width * outputs) * FLOAT_BYTES
         kept_bytes = self.words * self.width * FLOAT_BYTES
         work = Work(2.0 * self.words * self.width * outputs, moved, 1, kept_bytes) + after
-        own = (Parameter("bias", (outputs,)),) if bias else ()
-        self.layers.append(Layer(name, own, work, (tied,)))
+        bias_parameter = (Parameter("bias", (outputs,)),) if bias else ()
+        self.layers.append(Layer(name, bias_parameter, work, (tied,)))
 
     def cut(self) -> None:
-        """A stage of a pipeline may end here: a vector for every word is all that later layers need."""
+        """Allow a pipeline stage to end here: later layers only need one vector per token."""
         self.layers[-1] = replace(self.layers[-1], cut_bytes=float(self.words * self.width * FLOAT_BYTES))
 
     def elementwise(self, elements: float, passes: int, kernels: int, *, in_single: bool = False) -> Work:
-        """So many passes over so many elements, which are kept, ``in_single`` precision even if it is mixed."""
+        """Passes over elements that are saved for backward; ``in_single`` stays in single precision."""
         kept_bytes = elements * FLOAT_BYTES
         return Work(
             passes * elements, passes * kept_bytes, kernels, kept_bytes, kept_bytes if in_single else 0.0
@@ -107,12 +107,12 @@ _BERT_WORDS = "bert.embeddings.word_embeddings"
 
 
 def bert_base(samples: int = 64, length: int = 64) -> LayerTable:
-    """BERT-Base: 12 layers of width 768 with 12 heads, sequences of ``length`` words."""
+    """BERT-Base: 12 layers of width 768 with 12 heads, sequences of ``length`` tokens."""
     return _bert("BERT-Base", TransformerBuilder(samples, length, width=768, heads=12), depth=12)
 
 
 def bert_large(samples: int = 32, length: int = 64) -> LayerTable:
-    """BERT-Large: 24 layers of width 1024 with 16 heads, sequences of ``length`` words."""
+    """BERT-Large: 24 layers of width 1024 with 16 heads, sequences of ``length`` tokens."""
     return _bert("BERT-Large", TransformerBuilder(samples, length, width=1024, heads=16), depth=24)
 
 
@@ -157,7 +157,7 @@ _DEPTH, _WIDTH, _HEADS = 12, 768, 12
 
 
 def gpt2(samples: int = 8, length: int = 1024) -> LayerTable:
-    """GPT-2 on ``samples`` sequences of ``length`` words."""
+    """GPT-2 on ``samples`` sequences of ``length`` tokens."""
     net = TransformerBuilder(samples, length, width=_WIDTH, heads=_HEADS)
     inner = 4 * _WIDTH
     net.embedding(_GPT2_WORDS, _GPT2_VOCABULARY)

@@ -1,6 +1,6 @@
-"""What collectives cost on this job's cluster: every algorithm a plan may choose, timed at several sizes.
+"""Measures what collectives cost on a job's cluster: times every algorithm that a plan may choose, at several sizes.
 
-Times are held against the replay of the same chunk programs on the measured links (``cost_fit``).
+The costs are fitted so that replay of the same chunk programs on the measured links takes as long.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from headway.collectives.selection import Selection, native
 from headway.network.interference import Timing, Work, repeat, timed
 from headway.simulation.engine import play
 
-LARGE = 2  # sizes that decide about bytes
-HALVINGS = 10  # to a thousandth
+LARGE = 2  # number of largest sizes that determine the cost of bytes
+HALVINGS = 10  # bisection steps, for a precision of 1/1000
 FACTORS = (1.0, 100.0)
-MOST_SPEEDUP = 4.0  # over the links as they were measured
+MOST_SPEEDUP = 4.0  # largest correction of measured link rates
 
 
 class Measured(NamedTuple):
-    """Collectives of ``size_bytes``, ``turns`` of which followed each other: seconds of each, of a rank's cores too.
+    """The time of one collective of ``size_bytes``, in wall-clock and CPU seconds; ``turns`` ran back to back.
 
-    ``spread`` is by how much their median may be off, as a share of it.
+    ``spread`` is the relative uncertainty of the median.
     """
 
     size_bytes: int
@@ -47,9 +47,9 @@ class Measured(NamedTuple):
 def replayed_seconds(
     cluster: Cluster, programs: Sequence[ProgramOf], size_bytes: int, cost: AlgorithmCost, turns: int = 4
 ) -> float:
-    """What replay says of each of ``turns`` collectives that follow each other; the mean over ``programs``.
+    """The replayed seconds per collective, for ``turns`` collectives back to back; the mean over ``programs``.
 
-    The first finds links that have rested; from the third on they are taken to be alike.
+    The first collective finds rested links; from the third on, all are assumed alike.
     """
 
     def seconds(program: ProgramOf, count: int) -> float:
@@ -65,12 +65,11 @@ def replayed_seconds(
 
 
 def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence[Measured]) -> AlgorithmCost:
-    """The cost with which replay takes as long as was ``measured``, at growing sizes of which the first is tiny.
+    """Fit the cost with which replay reproduces ``measured``, sorted by size; the first size is tiny.
 
-    The tiny size says what a message costs, since its bytes take no time. With that the largest sizes say what bytes
-    cost, and of them the fastest, since what disturbs a measurement only adds to it; but no less than links take to
-    carry them, or a slower link would seem faster than it is. What is left at each size is laid to messages of that
-    size.
+    The tiny size gives the cost of a message, since its bytes take no time. The fastest of the largest sizes then gives
+    the cost of bytes, because disturbances only add time; it is at least what the links need. The remainder at each size
+    is attributed to messages of that size.
     """
     fit = _Fit(cluster, programs)
     cost, ratios = fit.bytes_and_messages(measured[0], measured[-min(LARGE, len(measured)) :])
@@ -78,29 +77,28 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     cost = cost.model_copy(update={"byte_factor": factor})
     by_size = tuple(
         MessageCost(
-            size_bytes=max(1, round(fit.message_bytes(each))),
-            **fit.message(each, cost).model_dump(include={"message_us", "message_cpu_us"}),
+            size_bytes=max(1, round(fit.message_bytes(timing))),
+            **fit.message(timing, cost).model_dump(include={"message_us", "message_cpu_us"}),
         )
-        for each in measured
+        for timing in measured
     )
     cost = cost.model_copy(update={"by_size": by_size})
-    errors = [max(abs(fit.seconds(each, cost) / each.seconds - 1), each.spread) for each in measured]
+    errors = [max(abs(fit.seconds(timing, cost) / timing.seconds - 1), timing.spread) for timing in measured]
     return cost.model_copy(update={"fit_error": _by_time(errors, measured)})
 
 
 def _by_time(errors: Sequence[float], measured: Sequence[Measured]) -> float:
-    """The mean error of the time that collectives take. Tiny ones vary most, and take next to nothing of a step."""
-    total_s = sum(each.seconds for each in measured)
-    return sum(error * each.seconds for error, each in zip(errors, measured, strict=True)) / total_s
+    """The mean error, weighted by time: tiny collectives vary most but hardly count in a step."""
+    total_s = sum(timing.seconds for timing in measured)
+    return sum(error * timing.seconds for error, timing in zip(errors, measured, strict=True)) / total_s
 
 
 def as_fast_as_seen(
     cluster: Cluster, rings: Sequence[tuple[Sequence[ProgramOf], Sequence[Measured]]]
 ) -> Cluster:
-    """``cluster`` with links that carry bytes at least as fast as ``rings`` (programs, what was measured) did.
+    """``cluster`` with links at least as fast as measured ``rings`` (programs, measurements) needed.
 
-    Goodput that was measured while something disturbed the machine is too low, and everything would be laid to
-    links that are not so slow.
+    Goodput measured under a disturbance is too low, and all collectives would then be attributed to slow links.
     """
     taken = [_Fit(cluster, programs).bytes_and_messages(seen[0], seen[-1:])[1][0] for programs, seen in rings]
     factor = max(min(taken, default=1.0), 1 / MOST_SPEEDUP)
@@ -116,7 +114,7 @@ def as_fast_as_seen(
 
 
 class _Fit:
-    """Programs of one algorithm on a cluster."""
+    """Fits the cost of one algorithm's programs on a cluster."""
 
     def __init__(self, cluster: Cluster, programs: Sequence[ProgramOf]) -> None:
         self._cluster = cluster
@@ -126,22 +124,22 @@ class _Fit:
         self._message_share = statistics.fmean(first.message_share for first in firsts)
 
     def message_bytes(self, measured: Measured) -> float:
-        """How large a message is, in the mean."""
+        """The mean size of a message."""
         return measured.size_bytes * self._message_share
 
     def seconds(self, measured: Measured, cost: AlgorithmCost) -> float:
-        """What replay says."""
+        """The replayed seconds."""
         return replayed_seconds(self._cluster, self._programs, measured.size_bytes, cost, measured.turns)
 
     def bytes_and_messages(
         self, tiny: Measured, large: Sequence[Measured]
     ) -> tuple[AlgorithmCost, list[float]]:
-        """What ``tiny`` says of messages, and how many times as long as links take ``large`` ones took in addition."""
+        """The cost of messages from ``tiny``, and the ratios of measured to replayed time of ``large`` with it."""
         cost = self.message(tiny, AlgorithmCost())
-        return cost, [each.seconds / self.seconds(each, cost) for each in large]
+        return cost, [timing.seconds / self.seconds(timing, cost) for timing in large]
 
     def message(self, measured: Measured, cost: AlgorithmCost) -> AlgorithmCost:
-        """``cost`` with what messages take for replay to say what was measured: by halving."""
+        """``cost`` with the message time at which replay matches the measurement, by bisection."""
         work_us = measured.cpu_s / self._messages * 1e6
 
         def with_message(message_us: float) -> AlgorithmCost:
@@ -159,12 +157,12 @@ class _Fit:
 
 
 STEADY = 0.03
-MOST_BYTES = 2**26  # larger collectives are left out
+MOST_BYTES = 2**26  # larger collectives are not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An algorithm, and the kinds of collectives that share its cost; they are run in turn."""
+    """An algorithm with the kinds of collectives that share its cost; the kinds run in turn."""
 
     algorithm: str
     kinds: tuple[str, ...]
@@ -172,17 +170,17 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The name of its cost."""
+        """The name under which the cluster stores the cost."""
         return cost_name(self.algorithm, self.kinds[0], self.pieces)
 
     def fits(self, hosts: Hosts) -> bool:
-        """Whether it would do anything on ``hosts`` that no other candidate does."""
+        """Whether the algorithm differs from other candidates on ``hosts``."""
         return ALGORITHMS[self.algorithm].differs(hosts)
 
     def prepared(
         self, size_bytes: int, hosts: Hosts, second: dist.ProcessGroup | None = None
     ) -> Callable[[], None]:
-        """One collective of each kind, on a tensor of its own, among ranks on ``hosts``.
+        """A function that runs one collective of each kind among ranks on ``hosts``.
 
         ``second`` is for rings (``live.Prepared``).
         """
@@ -205,25 +203,27 @@ class Candidate:
         return [program_of(self.algorithm, kind, self.pieces, hosts) for kind in self.kinds]
 
     def ideal_s(self, cluster: Cluster, size_bytes: int) -> float:
-        """What replay says of one collective of each kind."""
+        """The replayed seconds of one collective of each kind."""
         programs = self.programs(size_bytes, Hosts.of_cluster(cluster))
         return sum(seconds_alone(cluster, program, size_bytes) for program in programs)
 
 
 CANDIDATES = tuple(
-    Candidate(name, kinds, pieces) for name, each in ALGORITHMS.items() for kinds, pieces in each.probed
+    Candidate(name, kinds, pieces)
+    for name, algorithm in ALGORITHMS.items()
+    for kinds, pieces in algorithm.probed
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How thoroughly a probe measures: how collectives are timed, and how often they are with computation.
+    """How thoroughly a probe measures.
 
-    ``shares_bytes``: bytes of a rank's share of one collective, and how many of these follow each other without a pause
-    in one measurement. The first is of next to nothing: what it takes is what its messages cost. None is a power of
-    two: Gloo takes up to twice as long over messages of exactly 64 KiB as over any others, and training has others.
-    Sizes that would take longer than ``longest_s`` are left out, and fewer follow each other where together they do.
-    Each is timed ``repeats`` times, or up to ``most_repeats`` where times vary by more than STEADY.
+    ``shares_bytes`` maps the bytes of a rank's share to the number of collectives that run back to back in one
+    measurement. The first share is tiny, so its time is the cost of messages. No share is a power of two, because Gloo
+    takes up to twice as long for messages of exactly 64 KiB, which training does not have. Measurements longer than
+    ``longest_s`` are skipped or shortened. Each is repeated ``repeats`` times, or up to ``most_repeats`` if times vary by
+    more than STEADY. ``interference_rounds`` is how often communication is timed together with computation.
     """
 
     candidates: tuple[Candidate, ...]
@@ -242,9 +242,9 @@ THOROUGH = Effort(
     longest_s=0.15,
     interference_rounds=3,
 )
-# What plans are made of by default; rings of several pieces are taken to cost what their messages do.
+# Only what default plans use; rings with several pieces are assumed to cost what their messages do.
 SHORT = Effort(
-    tuple(each for each in CANDIDATES if each.pieces == 1),
+    tuple(candidate for candidate in CANDIDATES if candidate.pieces == 1),
     {1_000: 20, 20_000: 12, 120_000: 6, 1_200_000: 2},
     repeats=3,
     most_repeats=5,
@@ -260,18 +260,18 @@ def with_costs(
     busy_cores: bool = True,
     effort: Effort = THOROUGH,
 ) -> Cluster:
-    """Time every candidate that fits on this job's ranks, which all call it; ``cluster`` with their costs by name.
+    """``cluster`` with the measured costs of all candidates; every rank of the job calls this.
 
-    Links that turn out to be faster than ``cluster`` has them are made so (``as_fast_as_seen``).
+    Raises link rates that turn out too low (``as_fast_as_seen``).
     """
     timings = timings_of(cluster, second, busy_cores=busy_cores, effort=effort)
-    # On one rank: where ranks share cores, all of them would take many times as long over it.
-    mine = fitted(cluster, timings, effort).model_dump_json() if dist.get_rank() == 0 else ""
-    return Cluster.model_validate_json(_from_rank_0(mine.encode()))
+    # Fit on one rank only: ranks that share cores would slow each other down.
+    document = fitted(cluster, timings, effort).model_dump_json() if dist.get_rank() == 0 else ""
+    return Cluster.model_validate_json(_from_rank_0(document.encode()))
 
 
 def _from_rank_0(data: bytes) -> bytes:
-    """What rank 0 gives."""
+    """Broadcast ``data`` of rank 0."""
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0)
     box = torch.zeros(int(size), dtype=torch.uint8)
@@ -288,10 +288,10 @@ def timings_of(
     busy_cores: bool = True,
     effort: Effort = THOROUGH,
 ) -> dict[str, list[Measured]]:
-    """How long every candidate takes at every size, by its name, the same on all ranks, which all call it.
+    """Time every candidate at every size, by name; every rank calls this and gets the same result.
 
-    Candidates take turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile
-    where ``busy_cores``.
+    Candidates take turns, so that a passing disturbance affects all of them. With ``busy_cores``, ranks compute
+    meanwhile.
     """
     work = Work() if busy_cores else None
     hosts = Hosts.of_cluster(cluster)
@@ -307,14 +307,16 @@ def timings_of(
             turns = max(1, min(count // len(candidate.kinds), int(effort.longest_s / ideal)))
             action = candidate.prepared(size_bytes, hosts, second)
             repeat(action, 1)
-            first = timed(partial(repeat, action, turns), work)  # connections find their windows
-            if first.seconds > effort.longest_s:  # messages wait for cores, which links do not show
+            first = timed(partial(repeat, action, turns), work)  # warms up the connections
+            if (
+                first.seconds > effort.longest_s
+            ):  # messages wait for cores, which replay of links does not show
                 turns = max(1, int(turns * effort.longest_s / first.seconds))
             runs.append((candidate, turns, action))
         took: dict[str, list[Timing]] = {candidate.name: [] for candidate, _, _ in runs}
         for _ in range(effort.most_repeats):
             for candidate, turns, action in runs:
-                if not _is_known(took[candidate.name], effort.repeats):
+                if not _is_settled(took[candidate.name], effort.repeats):
                     timing = timed(partial(repeat, action, turns), work)
                     took[candidate.name].append(timing / (turns * len(candidate.kinds)))
         for candidate, turns, _ in runs:
@@ -326,7 +328,7 @@ def timings_of(
 
 
 def fitted(cluster: Cluster, measured: Mapping[str, list[Measured]], effort: Effort) -> Cluster:
-    """``cluster`` with the costs that make replay take as long as was measured."""
+    """``cluster`` with the costs for which replay reproduces the measurements."""
     tiny = next(iter(effort.shares_bytes)) * cluster.world_size
     hosts = Hosts.of_cluster(cluster)
     programs = {
@@ -334,25 +336,25 @@ def fitted(cluster: Cluster, measured: Mapping[str, list[Measured]], effort: Eff
         for candidate in effort.candidates
         if candidate.name in measured
     }
-    rings = [each.name for each in effort.candidates if each.algorithm == RING]
+    rings = [ring.name for ring in effort.candidates if ring.algorithm == RING]
     cluster = as_fast_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
     costs = {name: fit_cost(cluster, programs[name], measured[name]) for name in measured}
     return cluster.model_copy(update={"algorithms": costs})
 
 
-def _is_known(timings: Sequence[Timing], repeats: int) -> bool:
-    """Whether more repetitions would hardly tell more. All ranks hold the same times."""
+def _is_settled(timings: Sequence[Timing], repeats: int) -> bool:
+    """Whether more repetitions would hardly change the result. All ranks have the same times."""
     return len(timings) >= repeats and _spread(timings) <= STEADY
 
 
 def _spread(timings: Sequence[Timing]) -> float:
-    """By how much times are off their median, in the median, as a share of it."""
+    """The median deviation from the median, relative to it."""
     median_s = statistics.median(timing.seconds for timing in timings)
     return statistics.median(abs(timing.seconds / median_s - 1) for timing in timings)
 
 
 def _median(size_bytes: int, timings: Sequence[Timing], turns: int, *, idle: bool) -> Measured:
-    """``idle`` says that whatever cores did, they did for communication."""
+    """The median measurement; if ``idle``, all CPU time counts as communication."""
     seconds = statistics.median(timing.seconds for timing in timings)
     return Measured(
         size_bytes=size_bytes,
@@ -374,5 +376,5 @@ def seconds_alone(
     size_bytes: int,
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
 ) -> float:
-    """What replay says of one collective alone on ``cluster``, with its algorithm's ``cost`` if that is given."""
+    """The replayed seconds of one collective alone on ``cluster``, with its algorithm's ``cost``."""
     return float(play(alone(cluster, program_of, size_bytes, cost)).end_ns.max()) / 1e9

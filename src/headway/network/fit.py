@@ -1,4 +1,4 @@
-"""Fitting a cluster from a trace: link goodput and a collective's overhead from the all-reduces it recorded."""
+"""Fits a cluster from a trace: link rates and the overhead of collectives, from recorded communication."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from headway.intervals import Intervals
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
-UNEQUAL = 1.1  # times the slowest rate
+UNEQUAL = 1.1  # ratio of the fastest to the slowest rate from which links count as unequal
 MOST_STRIDES = 3
 
 
 def link_rates(measured: Callable[[int], Sequence[float]]) -> tuple[list[float], list[float]]:
-    """What the link of each place carries up and down; ``measured`` has each send so many places on, all at once.
+    """The rate of each place's link up and down. ``measured(stride)`` lets every place send ``stride`` places on at once.
 
-    It is asked for the next one, and where rates differ for others as well.
+    Measures a stride of 1, and larger ones if rates differ.
     """
-    found = {1: measured(1)}
-    places = len(found[1])
-    if places > 2 and max(found[1]) > min(found[1]) * UNEQUAL:
+    rates = {1: measured(1)}
+    places = len(rates[1])
+    if places > 2 and max(rates[1]) > min(rates[1]) * UNEQUAL:
         for stride in range(2, min(places, MOST_STRIDES + 1)):
-            found[stride] = measured(stride)
-    return attributed(found)
+            rates[stride] = measured(stride)
+    return attributed(rates)
 
 
 def attributed(rates: Mapping[int, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """What links carry up and down where place ``i`` sent to place ``i + stride`` at ``rates[stride][i]``."""
+    """Link rates up and down, if place ``i`` sent to place ``i + stride`` at ``rates[stride][i]``."""
     places = range(len(rates[1]))
     up = [max(rate[place] for rate in rates.values()) for place in places]
-    down = [max(own[place - stride] for stride, own in rates.items()) for place in places]
+    down = [max(stride_rates[place - stride] for stride, stride_rates in rates.items()) for place in places]
     return up, down
 
 
-SHORT_WAIT_NS = 100_000  # for what has arrived before
-OF_THE_FASTEST = 0.1  # of a pair's messages: who waits for others first is told of an arrival late
+SHORT_WAIT_NS = 100_000  # shorter waits are for messages that had arrived before
+OF_THE_FASTEST = 0.1  # quantile of a pair's fastest messages; slow ones may have been noticed late
 
 
 class Rates(NamedTuple):
-    """Of messages out of, into and within hosts, in Gbit/s; what no message took is left out."""
+    """Message rates out of, into and within hosts, in Gbit/s; hosts without messages are left out."""
 
     up: dict[str, float]
     down: dict[str, float]
@@ -59,16 +59,16 @@ class Rates(NamedTuple):
 
 
 def message_rates(trace: Trace, latency_us: float) -> Rates | None:
-    """What single messages went at, less ``latency_us`` each; None where there are none.
+    """The rates of single messages, without ``latency_us`` each; None without messages.
 
-    A host's rate is that of its fastest pair: a slower one is slow for the other end's sake.
+    A host's rate is that of its fastest pair, since slower pairs are limited by the other end.
     """
     seen: dict[tuple[str, str], list[float]] = defaultdict(list)
     flights = list(_flights(trace))
     for message in list(_alone(flights)) or flights:
         took_ns = max(1.0, message.end_ns - message.begin_ns - latency_us * 1e3)
         seen[message.hosts].append(8 * message.size_bytes / took_ns)
-    rates = {hosts: float(np.quantile(each, 1 - OF_THE_FASTEST)) for hosts, each in seen.items()}
+    rates = {hosts: float(np.quantile(pair_rates, 1 - OF_THE_FASTEST)) for hosts, pair_rates in seen.items()}
     if not rates:
         return None
     up: dict[str, float] = {}
@@ -78,7 +78,8 @@ def message_rates(trace: Trace, latency_us: float) -> Rates | None:
             continue
         up[sender] = max(up.get(sender, 0.0), rate)
         down[receiver] = max(down.get(receiver, 0.0), rate)
-    return Rates(up, down, min((rate for (one, other), rate in rates.items() if one == other), default=None))
+    local = (rate for (sender, receiver), rate in rates.items() if sender == receiver)
+    return Rates(up, down, min(local, default=None))
 
 
 class _Flight(NamedTuple):
@@ -86,11 +87,11 @@ class _Flight(NamedTuple):
     begin_ns: int
     end_ns: int
     size_bytes: int
-    awaited: bool  # whether the receiver waited when it arrived, and so knows when
+    awaited: bool  # whether the receiver waited for it, so that its arrival time is exact
 
 
 def _flights(trace: Trace) -> Iterator[_Flight]:
-    """Messages, from when both sides had asked for them."""
+    """Messages, from the moment at which both sides had requested them."""
     waits = {
         rank: Intervals((row.start_ns, row.end_ns) for row in events.of_kind(Kind.WAIT))
         for rank, events in trace.events.items()
@@ -104,7 +105,7 @@ def _flights(trace: Trace) -> Iterator[_Flight]:
 
 
 def _alone(flights: list[_Flight]) -> Iterator[_Flight]:
-    """Those with a known end, during which neither host sent, or received, another one, if they are on two."""
+    """Messages with an exact end that shared the links of neither host with another message."""
     disturbed = _overlapping(flights, 0) | _overlapping(flights, 1)
     for number, flight in enumerate(flights):
         source, target = flight.hosts
@@ -113,21 +114,21 @@ def _alone(flights: list[_Flight]) -> Iterator[_Flight]:
 
 
 def _overlapping(flights: list[_Flight], end: int) -> set[int]:
-    """The numbers of those that overlap with another of the same host: the sender (``end`` 0) or the receiver (1)."""
-    found: set[int] = set()
-    longest: dict[str, int] = {}  # of each host, the flight that ends last of those before
+    """Indices of messages that overlap another one of the same sending (``end`` 0) or receiving host (1)."""
+    overlapping: set[int] = set()
+    longest: dict[str, int] = {}  # host -> the earlier flight that ends last
     for number in sorted(range(len(flights)), key=lambda number: flights[number].begin_ns):
         host = flights[number].hosts[end]
         before = longest.get(host)
         if before is not None and flights[before].end_ns > flights[number].begin_ns:
-            found |= {before, number}
+            overlapping |= {before, number}
         if before is None or flights[number].end_ns > flights[before].end_ns:
             longest[host] = number
-    return found
+    return overlapping
 
 
-DEFAULT_LATENCY_US = 100.0  # of a message of Gloo's
-ASSUMED_GBPS = 100.0  # between workers, of whom one was recorded
+DEFAULT_LATENCY_US = 100.0  # of a Gloo message
+ASSUMED_GBPS = 100.0  # between workers, if only one was recorded
 NO_LINK = "one rank: no link"
 NCCL_LATENCY_US = 5.0
 DEFAULT_LOCAL_GBPS = 20.0
@@ -137,7 +138,7 @@ HUBER_LIMIT, HUBER_ROUNDS = 1.345, 20
 
 @dataclass(frozen=True, slots=True)
 class BusyPeriod:
-    """A time during which gradients were in flight without a pause."""
+    """A period in which gradients were in flight without a pause."""
 
     count: int
     wire_bytes: float  # what each rank sent to its neighbour in the ring
@@ -145,12 +146,11 @@ class BusyPeriod:
 
 
 def cluster_from_trace(trace: Trace) -> Cluster:
-    """Fit the links of the job that was recorded: one rate for all hosts, and the collective's overhead.
+    """Fit the links of the recorded job: one rate for all hosts, and the overhead of collectives.
 
-    Those of a pipeline are the rates of messages between its stages. Others are fitted from busy time against the
-    number of collectives and the bytes sent, over the periods in which gradients were in flight, robustly; ``source``
-    says how far off that is. Raises TraceError where the trace holds no collective of all ranks, or where ranks of
-    one host are not consecutive.
+    For a pipeline, uses the rates of messages between stages. Otherwise regresses the duration of busy periods on the
+    number of collectives and the bytes sent, robustly; ``source`` states the error. Raises TraceError if the trace has
+    no collective of all ranks, or if ranks of one host are not consecutive.
     """
     if trace.stages and (rates := message_rates(trace, DEFAULT_LATENCY_US)):
         return _with_rates(
@@ -160,15 +160,14 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     if trace.world_size == 1 or not periods:
         if trace.world_size > 1:
             raise TraceError(
-                "the trace holds no collective of all ranks that says how much it carries, so link rates cannot be "
-                "fitted",
+                "link rates cannot be fitted: the trace has no collective of all ranks with a known size",
                 fix="Measure the links with headway probe and pass --cluster.",
             )
         return _cluster(trace, ASSUMED_GBPS, {}, NO_LINK)
     fit = _fit(periods)
     if fit.ns_per_byte <= 0:
         raise TraceError(
-            "the trace's collectives took no time, so link rates cannot be fitted",
+            "link rates cannot be fitted: the trace's collectives have no duration",
             fix="Measure the links with headway probe and pass --cluster.",
         )
     cost = AlgorithmCost(overhead_us=fit.overhead_ns / 1e3, fit_error=fit.error)
@@ -182,10 +181,10 @@ def cluster_from_trace(trace: Trace) -> Cluster:
 
 
 def library_of(trace: Trace) -> Literal["gloo", "nccl"]:
-    """Whose collectives the recorded process group's own are; RCCL's are NCCL's.
+    """The library of the recorded process group (RCCL counts as NCCL).
 
-    The names of kernels say so, where there are any; else the backend: a group that has both, each for devices of its
-    own, is taken for Gloo's.
+    Decides by the names of kernels, if there are any, and else by the backend; a group with both backends counts as
+    Gloo.
     """
     for events in trace.events.values():
         if any(NCCL_KERNEL.match(name) for name in set(events.of_kind(Kind.COLLECTIVE).algorithm)):
@@ -195,13 +194,13 @@ def library_of(trace: Trace) -> Literal["gloo", "nccl"]:
 
 
 def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
-    """What updates off the main thread cost the hosts that recorded them; empty where there were none."""
+    """The costs of updates off the main thread on the recorded hosts; empty without such updates."""
     calls_ns = _step_calls_ns(trace)
     if not calls_ns:
         return {}
     updates_ns = [background_update_cost(e, trace.world_size).overhead_ns for e in trace.events.values()]
     return {
-        STEP_CALL: AlgorithmCost(overhead_us=float(np.mean(calls_ns)) / 1e3),  # each of several calls pays it
+        STEP_CALL: AlgorithmCost(overhead_us=float(np.mean(calls_ns)) / 1e3),  # paid by each of several calls
         **dict.fromkeys(
             (DEFERRED_UPDATE, BACKGROUND_UPDATE),
             AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3),
@@ -210,37 +209,37 @@ def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
 
 
 def _step_calls_ns(trace: Trace) -> list[int]:
-    """What the calls of ``optimizer.step()`` took, but for waits, where updates were done off the main thread."""
-    found: list[int] = []
+    """The durations of ``optimizer.step()`` calls without waits, if updates ran off the main thread."""
+    durations_ns: list[int] = []
     for events in trace.events.values():
         if any(is_background(row) for row in events.of_kind(Kind.UPDATE)):
             waits = Intervals((row.start_ns, row.end_ns) for row in events.of_kind(Kind.WAIT))
             calls = events.of_kind(Kind.OPTIMIZER)
-            found += [round(c.duration_ns * (1 - waits.share_of(c.start_ns, c.end_ns))) for c in calls]
-    return found
+            durations_ns += [round(c.duration_ns * (1 - waits.share_of(c.start_ns, c.end_ns))) for c in calls]
+    return durations_ns
 
 
 def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
-    """The periods of each recorded step in which a collective of gradients, asked for by all, was in flight.
+    """The busy periods of gradient collectives, from the request of the last rank, and the names of their costs.
 
-    Where there are no gradients every collective counts. And the names of what these collectives cost.
+    Without gradient collectives, every collective counts.
     """
     of_gradients = any((events.bucket >= 0).any() for events in trace.events.values())
     members: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for events in trace.events.values():
         for row in events.of_kind(Kind.COLLECTIVE):
-            known = row.bucket >= 0 if of_gradients else row.size_bytes > 0
-            if known and row.name in OF_LIBRARIES:
+            counts = row.bucket >= 0 if of_gradients else row.size_bytes > 0
+            if counts and row.name in OF_LIBRARIES:
                 members[row.name, row.group, row.sequence].append(row)
     spans = []
-    own = NCCL if library_of(trace) == "nccl" else NATIVE
+    library_algorithm = NCCL if library_of(trace) == "nccl" else NATIVE
     names: set[str] = set()
     places = _hosts_of_all(trace)
     hosts = Hosts.of_places([places[rank] for rank in range(trace.world_size)])
     for (kind, _, _), rows in members.items():
         if len(rows) == len(trace.events):
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
-            algorithm = rows[0].algorithm if _is_ours(rows[0].algorithm) else own
+            algorithm = rows[0].algorithm if _is_ours(rows[0].algorithm) else library_algorithm
             names.add(cost_name(algorithm, kind))
             sent = sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes, hosts)
             spans.append((begin_ns, end_ns, sent))
@@ -260,21 +259,20 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
 
 
 def _is_ours(algorithm: str) -> bool:
-    """Whether a recorded algorithm is one of Headway's, not what a backend calls its own."""
+    """Whether a recorded algorithm is one of Headway's, not of a backend."""
     return algorithm in ALGORITHMS and not ALGORITHMS[algorithm].is_library
 
 
 class _Fit(NamedTuple):
-    overhead_ns: float  # a collective
+    overhead_ns: float  # per collective
     ns_per_byte: float
-    error: float  # by how much a period is off, in the median
+    error: float  # median relative error of a period
 
 
 def _fit(periods: list[BusyPeriod]) -> _Fit:
-    """Overhead (ns a collective, >= 0) and cost (ns a byte, > 0) that explain the busy periods best.
+    """Fit overhead (ns per collective, >= 0) and cost (ns per byte, > 0) to the busy periods.
 
-    Relative errors count, and those far off the others count less the further off they are (Huber, 1964), so that a
-    few periods in which something else held the network up do not decide.
+    Minimizes relative errors with Huber's criterion (1964), so that a few disturbed periods do not decide.
     """
     counts = np.array([period.count for period in periods], dtype=float)
     sizes = np.array([period.wire_bytes for period in periods])
@@ -284,25 +282,25 @@ def _fit(periods: list[BusyPeriod]) -> _Fit:
     spread = float(np.ptp(sizes / counts)) / max(1.0, float(np.max(sizes / counts)))
     if len(periods) >= 4 and spread >= 0.05:  # with one size only, rate and overhead cannot be told apart
         columns = np.stack([counts, sizes], axis=1) / durations[:, None]
-        found = _robust(columns)
-        if found[0] < 0:
-            found = np.array([0.0, *_robust(columns[:, 1:])])
-        if found[1] > 0:
-            overhead_ns, ns_per_byte = found.tolist()
+        solution = _robust(columns)
+        if solution[0] < 0:
+            solution = np.array([0.0, *_robust(columns[:, 1:])])
+        if solution[1] > 0:
+            overhead_ns, ns_per_byte = solution.tolist()
     errors = np.abs((overhead_ns * counts + ns_per_byte * sizes) / durations - 1)
     return _Fit(overhead_ns, ns_per_byte, float(np.median(errors)))
 
 
 def _robust(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.floating]:
-    """The weights of ``columns`` whose sum is nearest to one, by Huber's criterion."""
+    """The weights for which the weighted sum of ``columns`` is nearest to one, by Huber's criterion."""
     weights = np.ones(len(columns))
-    found: npt.NDArray[np.floating] = np.zeros(columns.shape[1])
+    solution: npt.NDArray[np.floating] = np.zeros(columns.shape[1])
     for _ in range(HUBER_ROUNDS):
-        found, *_ = np.linalg.lstsq(columns * weights[:, None], weights, rcond=None)
-        residuals = np.abs(columns @ found - 1)
+        solution, *_ = np.linalg.lstsq(columns * weights[:, None], weights, rcond=None)
+        residuals = np.abs(columns @ solution - 1)
         scale = max(1e-6, 1.4826 * float(np.median(residuals)))
         weights = np.sqrt(np.minimum(1.0, HUBER_LIMIT * scale / np.maximum(residuals, 1e-12)))
-    return found
+    return solution
 
 
 def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source: str) -> Cluster:
@@ -315,7 +313,7 @@ def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source:
             raise TraceError(
                 "ranks that alternate between hosts are not supported yet",
                 got=f"rank {rank} on {host} again, after {before}",
-                expected="the ranks of a host one after another",
+                expected="consecutive ranks on each host",
                 fix="Place ranks host by host, as torchrun does.",
             )
         before = host
@@ -347,9 +345,11 @@ def _with_rates(cluster: Cluster, rates: Rates) -> Cluster:
 
 
 def _hosts_of_all(trace: Trace) -> list[str]:
-    """The host of each rank; one that was not recorded is taken to be where the rank before it is, or the next one."""
+    """The host of each rank; an unrecorded rank is assumed on the host of the recorded rank before (or after) it."""
     recorded = sorted(trace.hosts)
     return [
-        trace.hosts[max((each for each in recorded if each <= rank), default=recorded[0])]
+        trace.hosts[
+            max((recorded_rank for recorded_rank in recorded if recorded_rank <= rank), default=recorded[0])
+        ]
         for rank in range(trace.world_size)
     ]

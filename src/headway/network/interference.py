@@ -1,4 +1,4 @@
-"""Communication and computation at the same time: each timed while the other is in progress on the same cores."""
+"""Measures how communication and computation slow each other down on the same cores."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Ending measurements early: ranks stop together, between two collectives, so that none is left half way.
-#
-# A rank that simply left would have the others wait in a collective, and its own threads for them.
+# Measurements end early on all ranks together, between two collectives. If one rank just left, the other ranks would wait
+# for it in a collective.
 
 
 class HaltedError(Exception):
-    """Some rank was told to end: measuring stops on all of them."""
+    """Some rank was asked to stop, so measuring stops on all ranks."""
 
 
 class _Wish:
-    """Whether ranks ask each other, and whether this one wants to stop."""
+    """Whether ranks check for requests to stop, and whether this rank has one."""
 
     def __init__(self) -> None:
         self.heeded = False
@@ -35,7 +34,7 @@ _wish = _Wish()
 
 @contextmanager
 def heeded() -> Iterator[None]:
-    """Have ``stop_if_asked`` heed ``ask``, for as long as the block lasts. Every rank enters it, or none."""
+    """Let ``stop_if_asked`` react to ``ask`` inside the block. Either every rank enters it or none."""
     _wish.stop.clear()
     _wish.heeded = True
     try:
@@ -45,14 +44,14 @@ def heeded() -> Iterator[None]:
 
 
 def ask() -> None:
-    """Have all ranks stop, soon; from any thread and from signal handlers."""
+    """Ask all ranks to stop soon; callable from any thread and from signal handlers."""
     _wish.stop.set()
 
 
 def stop_if_asked() -> None:
-    """Raise HaltedError on all ranks where one of them was asked to stop. Every rank calls it at the same point.
+    """Raise HaltedError on all ranks if one of them was asked to stop. Every rank calls it at the same point.
 
-    It costs a tiny collective, and nothing outside of ``heeded``.
+    Costs a tiny collective inside ``heeded``, and nothing outside.
     """
     if not _wish.heeded:
         return
@@ -67,25 +66,25 @@ UPDATES = 50
 
 
 def repeat(action: Callable[[], None], count: int) -> None:
-    """Collectives on each other's heels: a pause would let shaped links save up for a burst."""
+    """Run ``action`` back to back: a pause would let shaped links save up for a burst."""
     for _ in range(count):
         action()
 
 
 class Work:
-    """Some of what a layer does: a product that lives in the caches, and a pass over memory that does not."""
+    """Computation like a layer's: a matrix product that fits in the caches, and a pass over memory."""
 
     def __init__(self) -> None:
-        # Whatever a script has made torch's defaults.
-        own = partial(torch.ones, dtype=torch.float32, device="cpu")
-        self._left, self._right = own(512, 256), own(256, 512)
-        self._source, self._target = own(1_000_000), own(1_000_000)
+        # Explicit, because a script may have changed torch's defaults.
+        cpu_ones = partial(torch.ones, dtype=torch.float32, device="cpu")
+        self._left, self._right = cpu_ones(512, 256), cpu_ones(256, 512)
+        self._source, self._target = cpu_ones(1_000_000), cpu_ones(1_000_000)
 
     def seconds_each(self, go_on: Callable[[], bool]) -> float:
-        """Work for as long as ``go_on`` says; return the mean seconds of one piece of it."""
+        """Work while ``go_on()`` is true; return the mean seconds per iteration."""
         begun = time.perf_counter()
         count = 0
-        with torch.autocast("cpu", enabled=False):  # whatever a script that calls it has in force
+        with torch.autocast("cpu", enabled=False):  # the script may have autocast on
             while go_on():
                 torch.mm(self._left, self._right)
                 torch.mul(self._source, 0.5, out=self._target)
@@ -93,13 +92,13 @@ class Work:
         return (time.perf_counter() - begun) / max(1, count)
 
     def seconds_alone(self, seconds: float) -> float:
-        """The same for so many seconds."""
+        """Work for ``seconds``; return the mean seconds per iteration."""
         until = time.perf_counter() + seconds
         return self.seconds_each(lambda: time.perf_counter() < until)
 
 
 class RaisingThread(threading.Thread):
-    """A thread whose failure is its starter's too."""
+    """A thread whose failure is raised again in ``finish``."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -107,21 +106,21 @@ class RaisingThread(threading.Thread):
         self._failure: Exception | None = None
 
     def run(self) -> None:
-        """Act, and keep what went wrong."""
+        """Run the action, and keep its exception."""
         try:
             self._action()
         except Exception as failure:  # raised again by finish
             self._failure = failure
 
     def finish(self) -> None:
-        """Wait for the end; raises what the action raised."""
+        """Wait for the thread; raises what the action raised."""
         self.join()
         if self._failure is not None:
             raise self._failure
 
 
 class Timing(NamedTuple):
-    """How long something took the slowest rank, and for how long it kept the cores of a rank busy in the mean."""
+    """Wall-clock seconds on the slowest rank, and CPU seconds averaged over ranks."""
 
     seconds: float
     cpu_s: float
@@ -131,10 +130,10 @@ class Timing(NamedTuple):
 
 
 def timed(action: Callable[[], None], work: Work | None) -> Timing:
-    """Time ``action`` on a thread of its own. Every rank calls it at once.
+    """Time ``action`` on a separate thread. Every rank calls it at once.
 
-    Every rank does ``work`` meanwhile, as it will in training: on busy cores a thread waits for its turn at every
-    message. It is None where training leaves the cores alone. Raises HaltedError where a rank was told to end.
+    Meanwhile every rank does ``work``, as in training, where threads wait for busy cores at every message. Pass None if
+    training leaves the cores idle. Raises HaltedError if a rank was asked to stop.
     """
     stop_if_asked()
     dist.barrier()
@@ -159,15 +158,15 @@ def _stopwatch(action: Callable[[], None], took_s: list[float]) -> None:
 
 
 def communication_interference(collective: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """What communication costs the computation concurrent with it, on the same cores; means over ranks.
+    """Measure how communication slows down computation on the same cores; means over ranks.
 
-    ``collective`` runs over and over. Returns how much longer a piece of computation takes meanwhile, and the seconds
-    that an optimizer's step takes by itself, apart from its arithmetic: what a deferred update pays once a bucket.
+    While ``collective`` runs repeatedly, measures the relative slowdown of computation, and the fixed seconds of an
+    optimizer step (without arithmetic), which a deferred update pays once per bucket. Returns both.
     """
-    each_s = timed(partial(repeat, collective, 2), None) / 2
+    once = timed(partial(repeat, collective, 2), None) / 2
     count = max(
-        2, round(CONCURRENT_S / each_s.seconds)
-    )  # the same on every rank, as the slowest one's time is
+        2, round(CONCURRENT_S / once.seconds)
+    )  # the same on every rank, because the time is that of the slowest rank
     work, update = Work(), _tiny_update()
     slowdowns, updates_s = [], []
     for _ in range(rounds):

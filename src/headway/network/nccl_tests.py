@@ -1,7 +1,7 @@
-"""What NCCL's collectives took, from logs of nccl-tests and from traces, and the fabric that explains it best.
+"""Fits NCCL fabrics and clusters to logs of nccl-tests and to traces.
 
-NCCL's collectives are fitted by NCCL's own model. RCCL's are fitted as rings: its public constants (ROCm/rccl,
-src/graph/tuning.cc) serve its choice alone, and as times they are off by factors.
+NCCL's collectives are fitted with NCCL's own model, RCCL's as rings: RCCL's public constants (ROCm/rccl,
+src/graph/tuning.cc) only serve its choice of algorithms and do not predict times.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from headway.trace.events import Kind as EventKind
 from headway.trace.format import Trace
 
 MAX_LOG_BYTES = 64 * 2**20
-LEAST_BYTES = 2**20  # of rows that a fabric is fitted to
-LARGE_BYTES = 2**26  # of those that tell rates
-REACHED = (0.5, 1.1)  # of a card's speed, as a share: below that NCCL would have taken it for a slower one
-FACTORS = (0.5, 3.0)  # of latencies
+LEAST_BYTES = 2**20  # smaller rows are ignored by the fit
+LARGE_BYTES = 2**26  # rows from this size on determine rates
+REACHED = (0.5, 1.1)  # range of the reached share of a card's speed; below it, NCCL assumes a slower card
+FACTORS = (0.5, 3.0)  # range of latency factors
 _COST_NAMES = tuple(cost_name(NCCL, kind) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
-COVERED = 0.85  # of rows, by the uncertainty of a cluster that logs made
-UNSEEN = 0.1  # how far off collectives over more hosts than those of the logs are, at least
-SLOW = 0.85  # of the usual bandwidth: hosts below are named
+COVERED = 0.85  # share of rows within the stated uncertainty
+UNSEEN = 0.1  # least error for more hosts than in the logs
+SLOW = 0.85  # hosts below this share of the usual bandwidth are reported
 INSIDE_GB_S = {
     "volta": 120.0,
     "ampere": 235.0,
     "hopper": 320.0,
     "blackwell": 640.0,
-}  # where no log is of one host
-CARD_SPEEDS = (96.0, 48.0, 24.0, 12.0, 6.0, 3.0)  # in GB/s, as NCCL takes cards for
+}  # defaults without a log of a single host
+CARD_SPEEDS = (96.0, 48.0, 24.0, 12.0, 6.0, 3.0)  # in GB/s, the speeds that NCCL distinguishes
 _NAMED = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter"}
 _PREFIX = re.compile(r"\[\d+,\d+\]<std(?:out|err)>: ?")  # of mpirun's --tag-output
 _TEST = re.compile(
@@ -59,7 +59,7 @@ _ARCHITECTURES = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One row of a log: a collective of ``size_bytes``, the whole tensor's, over ``ranks`` on ``hosts``."""
+    """One row of a log: a collective over ``ranks`` on ``hosts``; ``size_bytes`` is the full tensor's."""
 
     kind: Kind
     size_bytes: int
@@ -70,24 +70,24 @@ class Timing:
 
     @property
     def architecture(self) -> str:
-        """What kind of GPU its device's name tells; "" where it tells none."""
+        """The GPU architecture by the device's name; "" if unknown."""
         return architecture_of(self.device)
 
 
 def architecture_of(device: str) -> str:
-    """What kind of GPU a device's name tells; "" where it tells none."""
+    """The GPU architecture by the device's name; "" if unknown."""
     return next((kind for part, kind in _ARCHITECTURES if part in device.upper()), "")
 
 
 def is_amd(device: str) -> bool:
-    """Whether a device's name is of an AMD GPU, whose collectives are RCCL's."""
+    """Whether the device is an AMD GPU, which uses RCCL."""
     return _AMD.search(device) is not None
 
 
 def read_log(text: str, name: str = "the log") -> list[Timing]:
-    """The rows of a log, of all tests in it that NCCL's model knows: all-reduce, all-gather and reduce-scatter.
+    """Parse a log's rows of all-reduce, all-gather and reduce-scatter.
 
-    Raises UserError where there is no row at all, or hosts have different numbers of ranks.
+    Raises UserError if the log has no rows, or if hosts have different numbers of ranks.
     """
     rows: list[Timing] = []
     test = ""
@@ -96,33 +96,34 @@ def read_log(text: str, name: str = "the log") -> list[Timing]:
     seen = False
     for raw in text.splitlines():
         line = _PREFIX.sub("", raw)
-        if found := _RANK.match(line):
-            if int(found[1]) == 0:
+        if match := _RANK.match(line):
+            if int(match[1]) == 0:
                 hosts = {}
-            hosts.setdefault(found[2], set()).add(int(found[1]))
-            device = found[4][:80]
+            hosts.setdefault(match[2], set()).add(int(match[1]))
+            device = match[4][:80]
         elif line.startswith("#") or "_perf" in line:
             test = named[1] if (named := _TEST.search(line)) else test
-        elif found := _ROW.match(line):
+        elif match := _ROW.match(line):
             seen = True
             ranks = sum(map(len, hosts.values()))
-            kind = _kind(test, found[2], float(found[4]), float(found[5]), ranks)
-            if kind and ranks > 1 and int(found[1]):
+            kind = _kind(test, match[2], float(match[4]), float(match[5]), ranks)
+            if kind and ranks > 1 and int(match[1]):
                 if len({len(host) for host in hosts.values()}) > 1:
                     raise UserError(
                         f"{name}: hosts have different numbers of ranks", got=", ".join(sorted(hosts)[:4]),
-                        expected="as many ranks on each host",
+                        expected="equally many ranks on each host",
                     )  # fmt: skip
-                rows.append(Timing(kind, int(found[1]), float(found[3]), ranks, len(hosts), device))
+                rows.append(Timing(kind, int(match[1]), float(match[3]), ranks, len(hosts), device))
     if not seen:
         raise UserError(
-            f"{name} is no log of nccl-tests", expected="rows of size, count, type, redop, time, algbw, busbw"
+            f"{name} is not a log of nccl-tests",
+            expected="rows of size, count, type, redop, time, algbw, busbw",
         )
     return rows
 
 
 def _kind(test: str, operation: str, algorithm_gb_s: float, bus_gb_s: float, ranks: int) -> Kind | None:
-    """What a row measured: by the test's name, else by how the two bandwidths are apart and whether it reduces."""
+    """The collective of a row: by the test's name, else by the ratio of its two bandwidths and its operation."""
     if test:
         return cast("Kind | None", _NAMED.get(test))
     if ranks < 2 or not algorithm_gb_s:
@@ -133,15 +134,15 @@ def _kind(test: str, operation: str, algorithm_gb_s: float, bus_gb_s: float, ran
 
 
 def errors(rows: Iterable[Timing], fabric: Fabric, cards_gb_s: float = 0.0) -> list[float]:
-    """By which share the model is off each row: 0.1 where it is a tenth too slow.
+    """The relative error of the model for each row; 0.1 means that it predicts a time 10% too long.
 
-    With ``cards_gb_s`` each rank has a card of its own, of that rate.
+    With ``cards_gb_s``, each rank has its own card of that rate.
     """
     return [predicted_us(row, fabric, cards_gb_s) / row.time_us - 1 for row in rows]
 
 
 def predicted_us(row: Timing, fabric: Fabric, cards_gb_s: float = 0.0) -> float:
-    """What the model says of a row."""
+    """The model's time for a row."""
     a_host = row.ranks // row.hosts
     if cards_gb_s:
         fabric = replace(fabric, outside_gb_s=cards_gb_s * a_host, channels=channels_of(a_host))
@@ -149,10 +150,9 @@ def predicted_us(row: Timing, fabric: Fabric, cards_gb_s: float = 0.0) -> float:
 
 
 def fitted(rows: Sequence[Timing], fabric: Fabric) -> tuple[Fabric, float]:
-    """The fabric, and the speed of each rank's card, that explain ``rows`` of several hosts best.
+    """Fit the fabric, and the speed of each rank's card, to the ``rows`` of several hosts.
 
-    NCCL chooses by the speed that it takes a card for, of which it knows few; what is reached is a share of that. All
-    are those of the least mean error.
+    NCCL classifies cards into a few speeds, of which only a share is reached. Minimizes the mean error over both.
     """
     several = _of_several_hosts(rows)
     large = [row for row in several if row.size_bytes >= LARGE_BYTES] or several
@@ -166,9 +166,9 @@ def _of_several_hosts(rows: Sequence[Timing]) -> list[Timing]:
     several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
     if not several:
         raise UserError(
-            "no row of a log is of several hosts",
+            "the logs have no row for several hosts",
             got=f"{len(rows)} rows",
-            expected="1 MiB and more, over two hosts",
+            expected="sizes from 1 MiB on, over two or more hosts",
         )
     return several
 
@@ -188,30 +188,30 @@ def _fitted_to(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
 
 
 def reaching(rows: Sequence[Timing], fabric: Fabric, speed: float) -> Fabric:
-    """``fabric`` with the share of cards of ``speed`` that explains ``rows`` best."""
+    """``fabric`` with the reached share of ``speed`` that fits ``rows`` best."""
     share = best_factor(lambda value: off(rows, replace(fabric, reached=value), speed), *REACHED)
     return replace(fabric, reached=share)
 
 
 def off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
-    """By which share the model is off ``rows``, in the median."""
+    """The median relative error of the model."""
     return median(abs(error) for error in errors(rows, fabric, speed))
 
 
 def mean_off(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
-    """By which factor the model is off ``rows`` in the mean, as a logarithm."""
+    """The mean absolute log error of the model."""
     return fmean(abs(math.log1p(error)) for error in errors(rows, fabric, speed))
 
 
 def stated_error(rows: Sequence[Timing], fabric: Fabric, speed: float) -> float:
-    """By which share collectives may be off on a cluster that was fitted to ``rows``."""
+    """The relative uncertainty of collectives on a cluster fitted to ``rows``."""
     several = [row for row in rows if row.hosts > 1 and row.size_bytes >= LEAST_BYTES]
     far = sorted(map(abs, errors(several, fabric, speed)))
     return max(UNSEEN, far[int(COVERED * (len(far) - 1))])
 
 
 def best_factor(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Where ``cost`` is least between two positive values, by ever finer steps of a factor."""
+    """The minimizer of ``cost`` between two positive values, by a geometric grid that gets finer."""
     best, width = math.sqrt(low * high), high / low
     for _ in range(4):
         tries = [best * width ** (step / 12 - 0.5) for step in range(13)]
@@ -221,16 +221,16 @@ def best_factor(cost: Callable[[float], float], low: float, high: float) -> floa
 
 
 def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
-    """The cluster that logs, names and texts, are of, and how far its model is off their rows, in words.
+    """Fit a cluster to logs (name, text); also returns a description of the fit's error.
 
-    It has as many hosts and workers as the largest run. Raises UserError as ``read_log`` and ``fitted`` do.
+    The cluster has the hosts and workers of the largest run. Raises UserError as ``read_log`` and ``fitted`` do.
     """
     read = [(name, read_log(text, name), _version_in(text)) for name, text in logs]
-    rows = [row for _, own, _ in read for row in own]
+    rows = [row for _, log_rows, _ in read for row in log_rows]
     largest = max(rows, key=lambda row: (row.hosts, row.ranks), default=None)
     if largest is None:
         raise UserError(
-            "the logs hold no all-reduce, all-gather or reduce-scatter of several ranks",
+            "the logs have no all-reduce, all-gather or reduce-scatter with several ranks",
             got=", ".join(n for n, _ in logs),
         )
     names = ", ".join(PurePath(name).name for name, _ in logs[:4]) + (" and more" if len(logs) > 4 else "")
@@ -238,7 +238,7 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
         return _cluster_of_rings(rows, largest, names)
     architecture = cast("Architecture", largest.architecture or "hopper")
     version = max(version for _, _, version in read)
-    # Switches that reduce make an all-reduce faster than the links of a GPU are.
+    # Leave out all-reduce: switches that reduce (NVLS) make it faster than a GPU's links.
     gathers = [row for row in rows if row.kind != "all_reduce"]
     inside_gb_s = _inside_gb_s(gathers, INSIDE_GB_S[architecture])
     several = _of_several_hosts(rows)
@@ -246,29 +246,29 @@ def cluster_of(logs: Sequence[tuple[str, str]]) -> tuple[Cluster, str]:
     for cpu in ("intel", "amd"):
         nvls = architecture in ("hopper", "blackwell")
         fabric = Fabric(architecture, cpu, inside_gb_s, version=version, nvls=nvls, passing_gb_s=inside_gb_s)
-        found, speed = fitted(rows, fabric)
-        tried.append((mean_off(several, found, speed), found, speed))
-    _, found, speed = min(tried, key=lambda candidate: candidate[0])
-    far = sorted(map(abs, errors(several, found, speed)))
-    error = stated_error(rows, found, speed)
+        candidate_fabric, speed = fitted(rows, fabric)
+        tried.append((mean_off(several, candidate_fabric, speed), candidate_fabric, speed))
+    _, candidate_fabric, speed = min(tried, key=lambda candidate: candidate[0])
+    far = sorted(map(abs, errors(several, candidate_fabric, speed)))
+    error = stated_error(rows, candidate_fabric, speed)
     a_host = max(row.ranks // row.hosts for row in rows)
-    link_gbps = speed * found.reached * a_host * 8
+    link_gbps = speed * candidate_fabric.reached * a_host * 8
     words = f"NCCL's model is {_how_far(far)}"
     cluster = Cluster(
         hosts=_hosts(largest.hosts, a_host, link_gbps),
-        latency_us=NETWORK_US * found.network_factor,
+        latency_us=NETWORK_US * candidate_fabric.network_factor,
         local_gbps=inside_gb_s * 8,
         local_latency_us=3.4,
         algorithms={name: AlgorithmCost(fit_error=error) for name in _COST_NAMES},
         library="nccl",
         nccl=NcclModel(
             architecture=architecture,
-            cpu=found.cpu,
+            cpu=candidate_fabric.cpu,
             inside_gb_s=inside_gb_s,
             cards_gb_s=speed,
-            network_factor=found.network_factor,
-            tree_factor=found.tree_factor,
-            nvls=found.nvls,
+            network_factor=candidate_fabric.network_factor,
+            tree_factor=candidate_fabric.tree_factor,
+            nvls=candidate_fabric.nvls,
             version=version,
         ),
         source=f"logs of nccl-tests ({names}): NCCL's own model, {_how_far(far)}",
@@ -281,39 +281,41 @@ def _hosts(count: int, workers: int, gbps: float) -> tuple[Host, ...]:
 
 
 def _inside_gb_s(rows: Iterable[Timing], default: float) -> float:
-    """What large collectives inside a host reach."""
+    """The bus bandwidth that large collectives inside a host reach."""
     inside = (row for row in rows if row.hosts == 1 and row.size_bytes >= LARGE_BYTES)
     return max(map(_bus_gb_s, inside), default=default)
 
 
 def _how_far(far: Sequence[float]) -> str:
-    """How far off ``far``, shares in order of size, are."""
+    """Describes sorted relative errors."""
     tail = far[int(0.9 * (len(far) - 1))]
-    return f"off by {median(far):.1%} in the median of {len(far)} rows, and by {tail:.0%} in a tenth of them"
+    return f"off by {median(far):.1%} (median of {len(far)} rows); a tenth of the rows are off by {tail:.0%} or more"
 
 
 def _cluster_of_rings(rows: Sequence[Timing], largest: Timing, names: str) -> tuple[Cluster, str]:
-    """The cluster whose rings explain ``rows`` best: a rate, a latency between hosts, an overhead of a collective."""
+    """Fit rings to ``rows``: a link rate, a latency between hosts, and an overhead per collective."""
     several = _of_several_hosts(rows)
     took_us = np.array([row.time_us for row in several])
     steps = np.array([(2 if row.kind == "all_reduce" else 1) * (row.ranks - 1) for row in several])
     sizes, ranks, hosts = (
         np.array([getattr(row, name) for row in several]) for name in ("size_bytes", "ranks", "hosts")
     )
-    # What of a chunk's way through a ring is between hosts, and what each link carries.
+    # Columns: overhead, steps of a ring between hosts, bytes per link.
     terms = np.stack([np.ones(len(several)), steps * hosts / ranks, steps * sizes / ranks], axis=1)
     several_counts = len(set(hosts.tolist())) > 1
     best, far = np.array([0.0, 0.0, 1e-3]), np.full(len(several), np.inf)
     for used in ([0, 1, 2], [1, 2], [0, 2], [2]):
         if used == [0, 1, 2] and not several_counts:
             continue
-        found = np.zeros(3)
-        found[used] = np.linalg.lstsq(terms[:, used] / took_us[:, None], np.ones(len(several)), rcond=None)[0]
-        off_by = np.abs(terms @ found / took_us - 1)
-        if found.min() >= 0 and found[2] > 0 and off_by.mean() < far.mean():
-            best, far = found, off_by
+        solution = np.zeros(3)
+        solution[used] = np.linalg.lstsq(
+            terms[:, used] / took_us[:, None], np.ones(len(several)), rcond=None
+        )[0]
+        off_by = np.abs(terms @ solution / took_us - 1)
+        if solution.min() >= 0 and solution[2] > 0 and off_by.mean() < far.mean():
+            best, far = solution, off_by
     overhead_us, latency_us, us_a_byte = map(float, best)
-    if not overhead_us + latency_us:  # large tensors do not tell it
+    if not overhead_us + latency_us:  # large tensors do not reveal the latency
         latency_us = NETWORK_US
     link_gbps = 8e-3 / us_a_byte
     far_off = sorted(map(float, far))
@@ -336,39 +338,38 @@ def _bus_gb_s(row: Timing) -> float:
 
 
 def _version_in(text: str) -> tuple[int, int]:
-    """NCCL's version, which newer logs tell; else one that most have had."""
-    found = re.search(r"nccl-library=(\d+)", text)
-    number = int(found[1]) if found else 22700
+    """NCCL's version from the log, or a common one if the log does not state it."""
+    match = re.search(r"nccl-library=(\d+)", text)
+    number = int(match[1]) if match else 22700
     return number // 10_000, number // 100 % 100
 
 
 def slow_hosts(texts: Iterable[str]) -> dict[str, float]:
-    """Hosts that are slower than usual in runs of two hosts each, with their share of the usual bandwidth."""
+    """Hosts with low bandwidth in runs of two hosts, with their share of the usual bandwidth."""
     of_host: dict[str, list[float]] = {}
     for text in texts:
-        hosts = {found[2] for line in text.splitlines() if (found := _RANK.match(_PREFIX.sub("", line)))}
+        hosts = {match[2] for line in text.splitlines() if (match := _RANK.match(_PREFIX.sub("", line)))}
         if len(hosts) == 2 and (average := re.search(r"Avg bus bandwidth\s*:\s*([\d.]+)", text)):
             for host in hosts:
                 of_host.setdefault(host, []).append(float(average[1]))
-    middle = {host: median(own) for host, own in of_host.items() if len(own) > 1}
+    middle = {host: median(bandwidths) for host, bandwidths in of_host.items() if len(bandwidths) > 1}
     usual = median(middle.values()) if len(middle) > 2 else 0.0
-    return {host: own / usual for host, own in sorted(middle.items()) if usual and own < SLOW * usual}
+    return {
+        host: bandwidths / usual
+        for host, bandwidths in sorted(middle.items())
+        if usual and bandwidths < SLOW * usual
+    }
 
 
 LEAST_ROWS = 4
-SLACK = 0.02  # by how much further off than rings the model may be
-
-
-# NCCL's own model from the collectives of a trace, where it explains them as well as rings do.
-#
-# With rings alone, predictions for more hosts are far too slow: NCCL changes to trees. One number of ranks does not tell
-# what the network's latencies are, so that NCCL's own are taken.
+SLACK = 0.02  # by how much the model's error may exceed that of rings
 
 
 def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
-    """``flat``, the cluster of rings that was fitted to ``trace``, with NCCL's model where that fits as well.
+    """``flat``, the ring cluster fitted to ``trace``, with NCCL's model if that fits equally well.
 
-    ``flat_error`` is by which share the rings are off recorded collectives, in the median.
+    ``flat_error`` is the median relative error of the rings. Rings alone make predictions for more hosts far too slow,
+    because NCCL switches to trees. A single number of ranks does not reveal latencies, so NCCL's own are used.
     """
     rows = timings_of(trace, flat)
     workers = {host.workers for host in flat.hosts}
@@ -380,18 +381,18 @@ def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
     fabric = Fabric(architecture, "intel", inside_gb_s, version=(2, 27), passing_gb_s=inside_gb_s)
     if len(flat.hosts) == 1:
         inside = best_factor(lambda value: off(rows, _inside(fabric, value), 0.0), 1.0, 1000.0)
-        found, speed = _inside(fabric, inside), 0.0
+        best, speed = _inside(fabric, inside), 0.0
     else:
         fitted = {card: reaching(rows, fabric, card) for card in CARD_SPEEDS}
         speed = min(fitted, key=lambda card: off(rows, fitted[card], card))
-        found = fitted[speed]
-    error = off(rows, found, speed)
+        best = fitted[speed]
+    error = off(rows, best, speed)
     if error > flat_error + SLACK:
         return flat
     (a_host,) = workers
-    gbps = speed * found.reached * a_host * 8 if speed else flat.hosts[0].up_gbps
+    gbps = speed * best.reached * a_host * 8 if speed else flat.hosts[0].up_gbps
     source = (
-        f"fitted from the trace by NCCL's own model, with a median error of {error:.1%} for its collectives"
+        f"fitted from the trace with NCCL's own model, with a median error of {error:.1%} for its collectives"
     )
     costs = {
         name: cost if name in HOST_COSTS else AlgorithmCost(fit_error=error)
@@ -400,10 +401,10 @@ def with_nccl(trace: Trace, flat: Cluster, flat_error: float) -> Cluster:
     return flat.model_copy(
         update={
             "hosts": tuple(host.model_copy(update={"up_gbps": gbps, "down_gbps": gbps}) for host in flat.hosts),
-            "local_gbps": found.inside_gb_s * 8,
+            "local_gbps": best.inside_gb_s * 8,
             "algorithms": costs,
             "nccl": NcclModel(
-                architecture=architecture, inside_gb_s=found.inside_gb_s, cards_gb_s=speed or CARD_SPEEDS[1]
+                architecture=architecture, inside_gb_s=best.inside_gb_s, cards_gb_s=speed or CARD_SPEEDS[1]
             ),
             "source": source,
         }
@@ -415,20 +416,20 @@ def _inside(fabric: Fabric, inside_gb_s: float) -> Fabric:
 
 
 def timings_of(trace: Trace, cluster: Cluster) -> list[Timing]:
-    """How long each collective of all ranks took once all had come, of those that say how much they carry."""
+    """The time of each collective of all ranks with a known size, from the arrival of the last rank."""
     instances: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for events in trace.events.values():
         for row in events.of_kind(EventKind.COLLECTIVE):
             if row.name in KINDS and row.size_bytes > 0 and row.sequence >= 0:
                 instances[row.name, row.group, row.sequence].append(row)
     device = trace.manifest.ranks[0].device
-    found = []
+    timings = []
     for (name, group, _), rows in instances.items():
         if len(rows) == len(trace.events) == trace.world_size == len(trace.members(group)):
             took_ns = max(row.end_ns for row in rows) - max(row.start_ns for row in rows)
             if took_ns > 0:
                 size_bytes = max(row.size_bytes for row in rows)
-                found.append(
+                timings.append(
                     Timing(
                         cast("Kind", name),
                         size_bytes,
@@ -438,4 +439,4 @@ def timings_of(trace: Trace, cluster: Cluster) -> list[Timing]:
                         device,
                     )
                 )
-    return found
+    return timings

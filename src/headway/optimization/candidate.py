@@ -1,4 +1,4 @@
-"""A candidate of the search: a plan with what it decides, and what is expected of it."""
+"""Describes one candidate of the search: a plan, its schedule, and its predicted step time and memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from headway.scheduling.schedule import Schedule
 from headway.simulator.expectation import Expectation
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
-from headway.units import format_bytes
+from headway.units import counted, format_bytes
 
 UNCHANGED = ("none",)
-SHORT_PARTS = 3  # of a description that short names keep
+SHORT_PARTS = 3  # how many parts of a description a short name keeps
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan with what it decides for the job, and what is expected of it.
+    """A plan with its schedule and predicted step time.
 
-    ``peak_bytes`` is the most that one rank will hold, None where nothing is known of parameters; ``peak_is_rough``
-    where memory was not watched. ``recut`` is the job
-    of a pipeline that the recorded script does not train, and follows only with ``headway.parallelize``. ``passes`` are
-    what the plan has besides its strategy. ``of_other_size``: for another number of micro-batches than was recorded.
+    ``peak_bytes`` is the predicted peak memory of the rank that needs most, or None if the parameters are unknown.
+    ``peak_is_rough`` marks an estimate made without recorded memory. ``recut`` is the job of a pipeline that the
+    recorded script does not train, and that needs ``headway.parallelize``. ``passes`` are applied on top of the
+    strategy. ``of_other_size`` marks a plan with another number of micro-batches than was recorded.
     """
 
     name: str
@@ -43,22 +43,22 @@ class Candidate:
 
     @property
     def predicted_ms(self) -> float:
-        """The step that it is expected to take."""
+        """The predicted step time."""
         return self.expected.step_ms
 
     @property
     def changed(self) -> bool:
-        """Whether it differs from what was recorded."""
+        """Whether the plan differs from the recorded one."""
         return self.changes != UNCHANGED
 
     @property
     def change_count(self) -> int:
-        """How many changes it is from what was recorded."""
+        """The number of changes to the recorded plan."""
         return len(self.changes) if self.changed else 0
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the recorded command can run it as it is, with ``headway run``; other plans need another script."""
+        """Whether ``headway run`` can apply the plan to the unmodified script; other plans need changes to it."""
         if self.recut is not None:
             return False
         if not self.changed:
@@ -70,13 +70,13 @@ class Candidate:
 
     @property
     def short_name(self) -> str:
-        """Its name without the details of its strategy."""
+        """The name without the details of the strategy."""
         strategy, *passes = self.name.split(" + ")
         return " + ".join((", ".join(strategy.split(", ")[:SHORT_PARTS]), *passes))
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What it is but for sizes and numbers: plans of one kind are variants of each other."""
+        """Identifies the plan apart from sizes and counts: plans of one kind are variants of each other."""
         wire = getattr(self.strategy, "wire", None) or ()
         codecs = wire if isinstance(wire, tuple) else (wire,)
         return (
@@ -91,52 +91,52 @@ class Candidate:
 
     @property
     def _order(self) -> str:
-        """The order of a pipeline; "" where there is none."""
+        """The order of the pipeline, or "" without a pipeline."""
         return str(getattr(getattr(self.strategy, "pipeline", self.strategy), "order", ""))
 
     @property
     def changes_training(self) -> str:
-        """What it changes of what is trained, in words; "" for nothing."""
+        """How the plan changes training, in words; "" if it does not."""
         changes = (self.strategy.changes_training, *(pass_.changes_training for pass_ in self.passes))
         return ", ".join(filter(None, changes))
 
     @property
     def permissions(self) -> frozenset[str]:
-        """Those without which it would not have been considered."""
+        """The permissions (``--allow``) that the plan requires."""
         return self.strategy.permissions | {pass_.permission for pass_ in self.passes} - {""}
 
     @property
     def uncertainty_ms(self) -> float:
-        """By how much that may be off."""
+        """The uncertainty (±) of ``predicted_ms``."""
         return self.expected.uncertainty_ms
 
 
-def is_better(one: Candidate, other: Candidate) -> bool:
-    """Whether ``one`` is no slower than ``other`` and needs no more memory, and is better in one of both."""
-    if one.peak_bytes is None or other.peak_bytes is None:
+def is_better(candidate: Candidate, rival: Candidate) -> bool:
+    """Whether ``candidate`` dominates ``rival``: no worse in time and memory, and better in at least one."""
+    if candidate.peak_bytes is None or rival.peak_bytes is None:
         return False
-    figures, compared = (one.predicted_ms, one.peak_bytes), (other.predicted_ms, other.peak_bytes)
+    figures, compared = (candidate.predicted_ms, candidate.peak_bytes), (rival.predicted_ms, rival.peak_bytes)
     return figures != compared and all(a <= b for a, b in zip(figures, compared, strict=True))
 
 
-def no_other_training(one: Candidate, other: Candidate) -> bool:
-    """Whether ``one`` changes nothing of what is trained unless ``other`` does too."""
-    return not one.changes_training or bool(other.changes_training)
+def is_as_faithful(candidate: Candidate, rival: Candidate) -> bool:
+    """Whether ``candidate`` trains as recorded, or ``rival`` does not either."""
+    return not candidate.changes_training or bool(rival.changes_training)
 
 
 PEAK_UNCERTAINTY = 0.05
-"""By how much predicted peaks may be too low (benchmarks/pipeline_memory.py)."""
+"""The share by which predicted peaks may be too low (benchmarks/pipeline_memory.py)."""
 ROUGH_PEAK_UNCERTAINTY = 0.5
-"""The same where memory was not watched: what modules put out stands for what they keep."""
+"""The same for estimates without recorded memory, which take the outputs of modules for the saved activations."""
 
 
 def within(
     candidates: Iterable[Candidate], limit_bytes: int | None
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Those under which no rank needs more than ``limit_bytes``, and the others.
+    """Split ``candidates`` into those that fit into ``limit_bytes`` on every rank, and the rest.
 
-    A predicted peak may be too low by up to ``PEAK_UNCERTAINTY``, one that is rough by more. Raises UserError where
-    none is within the limit.
+    Predicted peaks get a margin: ``PEAK_UNCERTAINTY``, or ``ROUGH_PEAK_UNCERTAINTY`` for rough ones. Raises UserError
+    if no candidate fits.
     """
     fitting: list[Candidate] = []
     excluded: list[Candidate] = []
@@ -146,28 +146,28 @@ def within(
         least = min(excluded, key=needed_bytes)
         raise UserError(
             "no plan keeps every rank within the memory limit",
-            got=f"{format_bytes(needed_bytes(least))} for {least.name}, which needs least of {len(excluded)}",
+            got=f"{format_bytes(needed_bytes(least))} for {least.name}, the smallest of {counted(len(excluded), 'plan')}",
             expected=f"at most {format_bytes(limit_bytes)}",
-            fix="Raise --memory-limit, or record the job with smaller micro-batches or more stages; where its memory "
-            "was not watched (~), record it under DDP.",
+            fix="Raise --memory-limit, or record the job with smaller micro-batches or more stages. If memory is marked "
+            "~ (not recorded), record the job under DDP.",
         )
     return fitting, excluded
 
 
 def fits_within(candidate: Candidate, limit_bytes: int | None) -> bool:
-    """Whether no rank needs more than ``limit_bytes``, where there is a limit; what it needs has to be known then."""
+    """Whether every rank fits into ``limit_bytes``; False if there is a limit but the peak is unknown."""
     if limit_bytes is None:
         return True
     return candidate.peak_bytes is not None and needed_bytes(candidate) <= limit_bytes
 
 
 def needed_bytes(candidate: Candidate) -> int:
-    """The memory that a rank should have for it: its predicted peak, and what that may be too low by."""
+    """The memory that a rank should have: the predicted peak plus its margin of error."""
     share = ROUGH_PEAK_UNCERTAINTY if candidate.peak_is_rough else PEAK_UNCERTAINTY
     return round((candidate.peak_bytes or 0) * (1 + share))
 
 
 def exclusion(excluded: Iterable[Candidate], limit_bytes: int) -> str:
-    """Say what the limit has excluded."""
-    named = ", ".join(f"{each.name} ({format_bytes(needed_bytes(each))})" for each in excluded)
-    return f"left out, as a rank would need more than the limit of {format_bytes(limit_bytes)}: {named}"
+    """A note that lists the plans over the memory limit."""
+    named = ", ".join(f"{candidate.name} ({format_bytes(needed_bytes(candidate))})" for candidate in excluded)
+    return f"plans over the memory limit of {format_bytes(limit_bytes)} were left out: {named}"

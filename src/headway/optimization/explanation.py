@@ -1,4 +1,4 @@
-"""Why a plan is faster: a waterfall of its choices, the bottleneck that it leaves, and what would go further."""
+"""Explains why a plan is faster: a waterfall of its choices, the next bottleneck, and what would help further."""
 
 from __future__ import annotations
 
@@ -42,44 +42,50 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class PathParts:
-    """Milliseconds of the critical path of a step, by part and rank; a collective counts with the rank it was seen on.
+    """Milliseconds on the critical path of a step, by part and rank.
 
-    Communication on the critical path is exposed: were it hidden, the path would go through what hides it.
+    A collective counts for the rank on which the path crosses it. Communication on the critical path is exposed: if it
+    were hidden, the path would run through the computation that hides it.
     """
 
     ms: Mapping[tuple[str, int], float] = field(hash=False)
 
     @property
     def step_ms(self) -> float:
-        """The length of the path: the step of which it is one."""
+        """The length of the path, which is the step time."""
         return sum(self.ms.values())
 
     @property
     def parts_ms(self) -> dict[str, float]:
-        """The same by part alone, longest first."""
-        found: dict[str, float] = defaultdict(float)
+        """Milliseconds by part, longest first."""
+        by_part: dict[str, float] = defaultdict(float)
         for (part, _), part_ms in self.ms.items():
-            found[part] += part_ms
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+            by_part[part] += part_ms
+        return dict(sorted(by_part.items(), key=lambda item: -item[1]))
 
     def rank_of(self, part: str) -> int:
-        """The rank on which the path has most of ``part``."""
-        own = {rank: part_ms for (name, rank), part_ms in self.ms.items() if name == part}
-        return max(own, key=own.__getitem__)
+        """The rank with most of ``part`` on the path."""
+        rank_ms = {rank: part_ms for (name, rank), part_ms in self.ms.items() if name == part}
+        return max(rank_ms, key=rank_ms.__getitem__)
 
     def scaled_to(self, step_ms: float) -> PathParts:
-        """The same shares of a step that takes ``step_ms``."""
+        """The same proportions for a step of ``step_ms``."""
         factor = step_ms / self.step_ms if self.ms else 1.0
-        return PathParts({each: part_ms * factor for each, part_ms in self.ms.items()})
+        return PathParts({part_and_rank: part_ms * factor for part_and_rank, part_ms in self.ms.items()})
 
     def less(self, after: PathParts) -> PathParts:
-        """What ``after`` has less of; below 0 where it has more."""
+        """The milliseconds that ``after`` saves by part and rank; negative where it has more."""
         both = {**self.ms, **after.ms}
-        return PathParts({each: self.ms.get(each, 0.0) - after.ms.get(each, 0.0) for each in both})
+        return PathParts(
+            {
+                part_and_rank: self.ms.get(part_and_rank, 0.0) - after.ms.get(part_and_rank, 0.0)
+                for part_and_rank in both
+            }
+        )
 
 
 def iteration_of(outcome: Outcome) -> PathParts:
-    """A mean iteration of a rank, where each takes its own: what all compute in it, and stand still for groups."""
+    """The mean iteration of asynchronous ranks, split into computation and waiting for groups."""
     count = sum(outcome.iterations)
     duration_ns = outcome.until_ns - outcome.from_ns
     waiting_ms = {
@@ -93,32 +99,32 @@ def iteration_of(outcome: Outcome) -> PathParts:
 
 
 def path_of(replayer: Replayer, played: Simulation) -> PathParts:
-    """The critical path of the typical replayed step, in the proportion in which it makes up the mean step."""
-    found: dict[tuple[str, int], float] = defaultdict(float)
+    """The critical path of the typical replayed step, scaled to the mean step."""
+    part_ms: dict[tuple[str, int], float] = defaultdict(float)
     for piece in diagnose(replayed_trace(replayer, played)).critical_path:
-        found[_PARTS.get(piece.kind, REST), piece.rank] += piece.ms
-    return PathParts(dict(found)).scaled_to(played.step_ms)
+        part_ms[_PARTS.get(piece.kind, REST), piece.rank] += piece.ms
+    return PathParts(dict(part_ms)).scaled_to(played.step_ms)
 
 
 BUCKETS = frozenset(
     ("bucket_cap_bytes", "bucket_cap_mb", "bucket_caps_mb", "buckets", "gather_order", "gathers_after")
 )
-"""Options that mean something only with each other."""
+"""Options that only make sense together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A choice that was taken: what it is, and the job from then on, under the strategy that is then in force."""
+    """One choice on the way to a plan, and the replay with it and all choices before it."""
 
     name: str
     played: Simulation
 
 
 def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) -> tuple[Step, ...]:
-    """The choices from the recorded strategy to ``target``, each upon those before it: that which gains most is next.
+    """The choices that lead from the recorded strategy to ``target``, greedily by gain, each added to those before.
 
-    The last step is ``target``, whose replay is ``played_target``. Choices that cannot be made one by one are one.
-    There are none where ``target`` is what was recorded.
+    The last step is ``target``, whose replay is ``played_target``. Choices that only work together form one step.
+    Returns no steps if ``target`` is what was recorded.
     """
     recorded = replayer.recorded_strategy
     current: Strategy | None = recorded.spelled_out(replayer.job)
@@ -135,7 +141,7 @@ def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) ->
     if not left and not taken:
         return ()
     while len(left) > 1 and (tried := _tried(replayer, current, left)):
-        best = min(tried, key=lambda each: tried[each][1].step_ms)
+        best = min(tried, key=lambda choice: tried[choice][1].step_ms)
         current, played = tried[best]
         taken.append(Step(best, played))
         del left[best]
@@ -145,9 +151,9 @@ def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) ->
 def passes_upon(
     replayer: Replayer, strategy: Strategy, passes: Sequence[Pass], played_all: Simulation
 ) -> tuple[Step, ...]:
-    """``passes`` one after the other upon ``strategy``, in the order in which they are applied.
+    """One step per pass on top of ``strategy``, in the order of application.
 
-    ``played_all`` is the replay of all of them.
+    ``played_all`` is the replay with all of them.
     """
     return tuple(
         Step(
@@ -159,13 +165,13 @@ def passes_upon(
 
 
 def _differences(current: Strategy, wanted: Strategy) -> dict[str, Mapping[str, Any]]:
-    """What ``wanted`` has otherwise, in choices of options that go together, by their names."""
+    """The options in which ``wanted`` differs, grouped into choices, by the name of the choice."""
     had, has = dict(current), dict(wanted)
     differ = {name for name in has if has[name] != had.get(name)}
     together = {name for name in differ if name in BUCKETS}
     groups = {"buckets": together} if together else {}
     groups |= {_words(name, has[name]): {name} for name in has if name in differ - together}
-    return {said: {name: has[name] for name in group} for said, group in groups.items()}
+    return {words: {name: has[name] for name in group} for words, group in groups.items()}
 
 
 def _words(name: str, value: object) -> str:
@@ -176,15 +182,15 @@ def _words(name: str, value: object) -> str:
 def _tried(
     replayer: Replayer, current: Strategy, left: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[Strategy, Simulation]]:
-    """What each of the choices that are left makes of ``current``; without those that cannot be made by themselves."""
-    found: dict[str, tuple[Strategy, Simulation]] = {}
+    """Replays ``current`` with each remaining choice, without those that are not valid by themselves."""
+    replayed: dict[str, tuple[Strategy, Simulation]] = {}
     for name, options in left.items():
         try:
             changed = type(current).model_validate({**dict(current), **options})
-            found[name] = changed, replayer.replay(changed)
+            replayed[name] = changed, replayer.replay(changed)
         except (ValidationError, UserError):
             continue
-    return found
+    return replayed
 
 
 MOST = 16.0
@@ -194,10 +200,10 @@ CLOSED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """What alone would bring the step to ``target_ms``; None for what does not, however much of it there is.
+    """Single changes that would each bring the step to ``target_ms``; None if a change alone is never enough.
 
-    ``bandwidth`` and ``latency`` are factors of the links', ``workers`` the largest smaller number of workers;
-    ``any_workers`` says whether the plan can have others than it was made for.
+    ``bandwidth`` and ``latency`` are factors on the links; ``workers`` is the largest sufficient smaller number.
+    ``any_workers`` says whether the plan works with another number of workers.
     """
 
     target_ms: float
@@ -208,7 +214,7 @@ class Further:
 
     @property
     def sentence(self) -> str:
-        """The same in words."""
+        """The changes in one sentence."""
         ways = []
         if self.bandwidth is not None:
             ways.append(f"{self.bandwidth:.2g} times the bandwidth")
@@ -218,17 +224,17 @@ class Further:
             ways.append(f"{self.workers} workers" if self.workers > 1 else "a single worker")
         goal = f"halfway to the bound ({self.target_ms:.1f} ms)"
         if ways:
-            return f"To get {goal}, this plan would need {' or '.join(ways)}."
+            return f"To get {goal}, this plan needs {' or '.join(ways)}."
         fewer = "Neither links" if self.any_workers else "Not even links"
         return f"{fewer} {MOST:g} times as fast{' nor fewer workers' * self.any_workers} would bring this plan {goal}."
 
 
 def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:
-    """What closes half of the distance from what is predicted of ``plan`` to ``bound_ms``."""
+    """Find what closes half the gap between the prediction for ``plan`` and ``bound_ms``."""
     target_ms = plan.predicted_ms - (plan.predicted_ms - bound_ms) * CLOSED_SHARE
 
     def reaches(what_if: WhatIf) -> bool | None:
-        """None where the plan cannot be replayed so."""
+        """None if the plan cannot be replayed with this change."""
         try:
             played = replayer.replay(plan.strategy, what_if, passes=plan.passes)
             return replayer.expect(played).step_ms <= target_ms
@@ -265,9 +271,9 @@ SAME_SHARE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of a plan: the expected step with it and all before it, and what it saves; below 0 what it costs.
+    """A choice of a plan: the expected step with it and all choices before it, and the time that it saves.
 
-    ``saved`` is by part and rank of the critical path, and adds up to ``saved_ms``.
+    ``saved_ms`` is negative if the choice costs time; ``saved`` splits it by part and rank of the critical path.
     """
 
     name: str
@@ -277,26 +283,26 @@ class Choice:
 
     @property
     def where(self) -> str:
-        """Where on the critical path most of it is saved, or what grows most."""
+        """The part of the critical path that shrinks most, or grows most if the choice costs time."""
         sign = 1 if self.saved_ms >= 0 else -1
         parts = {part: sign * ms for part, ms in self.saved.parts_ms.items()}
         part = max(parts, key=parts.__getitem__, default="")
         if not part or parts[part] <= 0:
             return ""
-        own = {rank: sign * ms for (name, rank), ms in self.saved.ms.items() if name == part}
-        rank = max(own, key=own.__getitem__)
-        # Where the path goes by way of another rank than before, what one has less the other has more.
-        stays = own[rank] <= parts[part] * (1 + SAME_SHARE)
+        rank_ms = {rank: sign * ms for (name, rank), ms in self.saved.ms.items() if name == part}
+        rank = max(rank_ms, key=rank_ms.__getitem__)
+        # If the path moves to another rank, one rank loses what the other gains.
+        stays = rank_ms[rank] <= parts[part] * (1 + SAME_SHARE)
         return f"{part}, most on rank {rank}" if stays else part
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a plan takes the step that it does. All times are expected ms, of a mean step.
+    """Why a plan has its predicted step time. All times are expected ms of a mean step.
 
-    ``choices`` lead from ``from_ms``, the recorded step, to ``to_ms``, the one predicted of the plan; each is added to
-    those before it. ``after`` is the critical path that is left. Where ranks do not wait for each
-    other in every step there is none: then it is a mean iteration of a rank, and ``iterates`` says so.
+    ``choices`` lead from ``from_ms``, the recorded step, to ``to_ms``, the predicted one; each adds to those before it.
+    ``after`` is the critical path under the plan. Asynchronous strategies have no critical path: ``iterates`` then says
+    that ``after`` is the mean iteration of a rank.
     """
 
     from_ms: float
@@ -308,14 +314,14 @@ class Explanation:
 
     @property
     def next_bottleneck(self) -> str:
-        """What the critical path, or an iteration, is made of under the plan, in a sentence."""
+        """The composition of the critical path (or iteration) under the plan, in one sentence."""
         parts = self.after.parts_ms
-        whole = self.after.step_ms
-        shares = [f"{ms / whole:.0%} {part}" for part, ms in parts.items() if ms >= whole / 100]
+        step_ms = self.after.step_ms
+        shares = [f"{ms / step_ms:.0%} {part}" for part, ms in parts.items() if ms >= step_ms / 100]
         first = next(iter(parts))
         return (
             f"Under this plan {'a mean iteration' if self.iterates else 'the critical path'} is {', '.join(shares)}; "
-            f"next to shorten is {first}, which is longest on rank {self.after.rank_of(first)}."
+            f"the next bottleneck is {first}, longest on rank {self.after.rank_of(first)}."
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -348,13 +354,12 @@ class Explanation:
 
 
 def explain(
-    replayer: Replayer, found: SearchResult, best: Candidate, *, go_further: bool = False
+    replayer: Replayer, result: SearchResult, best: Candidate, *, go_further: bool = False
 ) -> Explanation | None:
-    """Why ``best`` is as fast as it is; with ``go_further`` also what would bring it closer to the bound.
+    """Explain the predicted time of ``best``; with ``go_further``, also what would bring it closer to the bound.
 
-    A plan's passes are choices upon its strategy; other stages are one choice with the pipeline that has them, and so
-    is a strategy whose ranks do not wait for each other in every step. None for plans of another number of
-    micro-batches than was recorded.
+    Passes are choices on top of the strategy. A pipeline with other stages counts as one choice, and so does an
+    asynchronous strategy. Returns None for a plan with another number of micro-batches than was recorded.
     """
     if best.of_other_size:
         return None
@@ -374,17 +379,17 @@ def explain(
     more = None
     if (
         go_further
-        and found.bound is not None
+        and result.bound is not None
         and best.recut is None
         and not best.changes_training
-        and best.predicted_ms > found.bound_ms
+        and best.predicted_ms > result.bound_ms
     ):
-        more = further(replayer, best, bound_ms=found.bound_ms)
+        more = further(replayer, best, bound_ms=result.bound_ms)
     return Explanation(replayer.recorded_step_ms, best.predicted_ms, choices, after, more)
 
 
 def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
-    """The strategy as one choice, then each pass; None for what was recorded so already."""
+    """The strategy as one choice, then each pass; None if the recorded strategy is asynchronous already."""
     recorded = replayer.recorded_strategy
     if plugin_of(recorded).has_horizon:
         return None
@@ -394,7 +399,7 @@ def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
         outcome = replayer.replay_horizon(best.strategy, passes=best.passes[:count])
         assert outcome is not None
         outcomes.append(outcome)
-    expected_ms = [replayer.expect_outcome(each).step_ms for each in outcomes]
+    expected_ms = [replayer.expect_outcome(outcome_so_far).step_ms for outcome_so_far in outcomes]
     if abs(expected_ms[-1] - best.predicted_ms) > SAME_MS * best.predicted_ms:
         return None
     choices, after = _choices(replayer, zip(names, expected_ms, map(iteration_of, outcomes), strict=True))
@@ -404,10 +409,7 @@ def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
 def _choices(
     replayer: Replayer, steps: Iterable[tuple[str, float, PathParts]]
 ) -> tuple[tuple[Choice, ...], PathParts]:
-    """Steps that lead away from the recorded one as choices, and the path that is left.
-
-    Of each it is given the name, the expected ms, and the replayed path, which is brought to these.
-    """
+    """Turn steps (name, expected ms, replayed path) into choices; also returns the path under the last step."""
     before_ms = replayer.recorded_step_ms
     before = path_of(replayer, replayer.base).scaled_to(before_ms)
     choices = []
@@ -419,11 +421,11 @@ def _choices(
 
 
 def _steps(replayer: Replayer, best: Candidate, played: Simulation) -> tuple[Step, ...]:
-    """The choices of the strategy, then the passes; all of them replay as ``played``."""
+    """The choices of the strategy, then the passes; ``played`` is the replay of the complete plan."""
     if not best.changed:
         return ()
     if best.recut is not None:
         return (Step(best.name, played),)
     without_passes = replayer.replay(best.strategy) if best.passes else played
-    own = steps_to(replayer, best.strategy, without_passes)
-    return (*own, *passes_upon(replayer, best.strategy, best.passes, played))
+    strategy_steps = steps_to(replayer, best.strategy, without_passes)
+    return (*strategy_steps, *passes_upon(replayer, best.strategy, best.passes, played))

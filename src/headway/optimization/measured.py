@@ -1,4 +1,7 @@
-"""Plans told apart by short runs where predictions cannot: contenders, successive halving, and the choice."""
+"""Measures plans in short runs when predictions cannot rank them.
+
+Picks contenders, runs them in rounds by successive halving, and chooses the plan to use.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy
 from headway.strategies.registry import plugin_of
 
 MOST = 4
-"""So many plans are measured at most where predictions do not tell them apart."""
+"""The most plans to measure when predictions cannot rank them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """``kept``, the recorded plan and stock DDP, are measured in every round; ``plans`` have to beat the first.
+    """The plans to measure; empty if nothing has to be measured.
 
-    There are none where nothing has to be measured.
+    ``kept`` (the recorded plan and stock DDP) run in every round; ``plans`` have to beat the first of them.
     """
 
     kept: tuple[Candidate, ...] = ()
@@ -31,77 +34,78 @@ class Contenders:
 
     @property
     def all(self) -> tuple[Candidate, ...]:
-        """In the order of their numbers."""
+        """All contenders; a contender's number is its index here."""
         return (*self.kept, *self.plans)
 
 
 def contenders(
-    found: SearchResult, best: Candidate, count: int | None = None, strategy: str | None = None
+    result: SearchResult, best: Candidate, count: int | None = None, strategy: str | None = None
 ) -> Contenders:
-    """Which plans are to be measured: ``count`` of them, or those that cannot be told apart from ``best``.
+    """Choose the plans to measure: ``count`` of them, or those that tie with ``best``.
 
-    Where the recording cannot rank plans, any may be the best. Of each kind the best comes first, so that not all are
-    variants of one. With ``strategy`` they are of the strategy of that name alone.
+    If the recording cannot rank plans, any plan may be the best. The best plan of each kind comes first, so that the
+    contenders are not all variants of one plan. With ``strategy``, only plans of that strategy take part.
     """
-    kept = tuple(fromkey for fromkey in dict.fromkeys((found.recorded, found.stock)) if fromkey is not None)
-    like = (best, *found.like(best))
-    if count is None and not found.can_rank:
+    kept = tuple(plan for plan in dict.fromkeys((result.recorded, result.stock)) if plan is not None)
+    like = (best, *result.like(best))
+    if count is None and not result.can_rank:
         count = MOST
     if count is None and len(like) == 1 and not (best.changed and best.expected.may_gain_nothing):
         return Contenders()
-    among = found.candidates if count is not None else like
+    among = result.candidates if count is not None else like
     able = [
-        each
-        for each in among
-        if each not in kept and is_measurable(each) and strategy in (None, *names_of(each.strategy))
+        candidate
+        for candidate in among
+        if candidate not in kept
+        and is_measurable(candidate)
+        and strategy in (None, *names_of(candidate.strategy))
     ]
     plans = tuple(best_of_each_kind_first(able))[: MOST if count is None else count]
     return Contenders(kept, plans) if plans else Contenders()
 
 
 def is_measurable(candidate: Candidate) -> bool:
-    """Whether an unmodified command can follow it for a while, and ranks finish its steps together."""
+    """Whether an unmodified script can run the plan for a while, with synchronous steps."""
     return candidate.is_runnable and not plugin_of(candidate.strategy).has_horizon and runs_by_plan(candidate)
 
 
 def runs_by_plan(candidate: Candidate) -> bool:
-    """Whether a plan says how to run it; of an order that was only recorded, the command alone does."""
+    """Whether a plan file can express it; a pipeline order that was only recorded exists in the script alone."""
     strategy: Strategy = candidate.strategy
     pipeline = strategy.pipeline if isinstance(strategy, MeshStrategy) else strategy
     return not (isinstance(pipeline, PipelineStrategy) and pipeline.order == RECORDED)
 
 
 def best_of_each_kind_first(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The same candidates: first the best of each kind, then their variants, both best first."""
+    """Reorder the candidates: first the best of each kind, then the variants, both sorted."""
     leading: dict[tuple[object, ...], Candidate] = {}
-    for each in ranked:
-        leading.setdefault(each.kind, each)
-    variants = [each for each in ranked if leading[each.kind] is not each]
+    for candidate in ranked:
+        leading.setdefault(candidate.kind, candidate)
+    variants = [candidate for candidate in ranked if leading[candidate.kind] is not candidate]
     return [*leading.values(), *variants]
 
 
 OUTLYING = 2.0
-"""Steps of more than so many times the median of their run count for nothing: something disturbed them."""
-LEAST_ROUNDS = 2  # that a winner has run in
+"""Ignore steps longer than this multiple of the run's median: something disturbed them."""
+LEAST_ROUNDS = 2  # rounds that a winner has to run in
 MOST_DOUBLINGS = 4
-DIGITS = 9  # of ratios that are more than rounding
-LEAST_STEPS, MOST_STEPS = 10, 200  # of a run of the first round
-FIRST_ROUND_MS = 2000.0  # of timed steps in a run of the first round
+DIGITS = 9  # digits to which ratios are compared
+LEAST_STEPS, MOST_STEPS = 10, 200  # steps of a run in the first round
+FIRST_ROUND_MS = 2000.0  # timed part of a run in the first round
 
 
-# Successive halving: who is measured next and for how long, and who has won.
+# Successive halving (Jamieson and Talwalkar, 2016).
 #
-# Contenders run one after the other, a round at a time, the order turned round from round to round so that a drift of the
-# machine hits all alike. After each round the faster half goes on and runs twice as long (Jamieson and Talwalkar, 2016).
-# The plans that the job would be left with run in every round; the first of them is the reference. As the machine drifts
-# from round to round, contenders are compared by their steps beside the reference's in the same rounds, never by
-# milliseconds of different rounds. One that was dropped runs again if it turns out to be ahead of those that went on, so
-# that none is ahead of the winner at the end. Nothing here runs anything by itself.
+# All contenders run in a round, one after the other; the order reverses each round, so that drift of the machine hits all
+# alike. After each round the faster half goes on and runs twice as long. The plans that the job would otherwise keep run
+# in every round; the first of them is the reference. Because the machine drifts, contenders are compared by their ratio
+# to the reference in the same rounds, never by milliseconds of different rounds. A dropped contender runs again if it
+# turns out to be ahead of those that went on, so that none is ahead of the winner at the end.
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Contenders, by number, in the order in which they run, each until ``steps`` of its steps are timed."""
+    """Contender numbers in the order of their runs, and the number of steps to time in each run."""
 
     order: tuple[int, ...]
     steps: int
@@ -109,16 +113,16 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the runs of one contender have measured: the mean of each run's steps, in ms, and of how many."""
+    """The runs of one contender: the mean step of each run in ms, and the number of steps that count."""
 
     runs_ms: tuple[float, ...]
     steps: tuple[int, ...]
     error_ms: float
-    """Two standard errors of all steps that count."""
+    """Two standard errors over all steps that count."""
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[float]]) -> Measured:
-        """Of the steps of each run, in ms. Those that were disturbed are left out."""
+        """Summarize the steps of each run, in ms, without the disturbed ones."""
         kept = [_undisturbed(run) for run in runs]
         means = tuple(sum(run) / len(run) for run in kept)
         squares = sum((step - mean) ** 2 for run, mean in zip(kept, means, strict=True) for step in run)
@@ -135,20 +139,20 @@ class Measured:
 
     @property
     def spread_ms(self) -> float:
-        """By how much runs differ: half of the range of their means, or ``error_ms`` if that is more."""
+        """Half the range of the run means, or ``error_ms`` if that is larger."""
         return max((max(self.runs_ms) - min(self.runs_ms)) / 2, self.error_ms)
 
 
 Runs = Mapping[int, Sequence[float]]
-"""What one round has measured: for each contender that did not fail, its timed steps in ms."""
+"""The results of one round: the timed steps in ms of each contender that did not fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A contender's step as a share of the reference's, in the ``rounds`` that both ran in.
+    """The ratio of a contender's step to the reference's, over the ``rounds`` in which both ran.
 
-    It may be off by ``spread``: by as much as rounds differ, or by two standard errors of the steps, if that is more.
-    Without a reference it is its own step in ms.
+    ``spread`` is its uncertainty: the range over rounds, or two standard errors if that is larger. Without a reference,
+    ``ratio`` is the contender's step in ms.
     """
 
     ratio: float
@@ -157,35 +161,37 @@ class Compared:
 
     @property
     def is_clearly_faster(self) -> bool:
-        """Whether it is faster than the reference by more than that may be off."""
+        """Whether it beats the reference by more than the uncertainty."""
         return self.ratio + self.spread < 1
 
 
 def compared(so_far: Sequence[Runs], number: int, reference: int | None) -> Compared:
-    """A contender beside ``reference``, over the rounds in which both ran; there is at least one."""
+    """Compare a contender with ``reference`` over the rounds in which both ran (at least one)."""
     both = [runs for runs in so_far if number in runs and (reference is None or reference in runs)]
     steps = Measured.of([runs[number] for runs in both])
     if reference is None:
         return Compared(steps.step_ms, steps.spread_ms, len(both))
     beside = Measured.of([runs[reference] for runs in both])
     ratios = [ms / beside_ms for ms, beside_ms in zip(steps.runs_ms, beside.runs_ms, strict=True)]
-    ratio = sum(each * count for each, count in zip(ratios, steps.steps, strict=True)) / sum(steps.steps)
+    ratio = sum(run_ratio * count for run_ratio, count in zip(ratios, steps.steps, strict=True)) / sum(
+        steps.steps
+    )
     error = ratio * math.hypot(steps.error_ms / steps.step_ms, beside.error_ms / beside.step_ms)
     return Compared(ratio, max(max(ratios) - min(ratios), error), len(both))
 
 
 def reference_of(kept: Collection[int]) -> int | None:
-    """The contender that others are compared with: the first of those that are never dropped."""
+    """The contender to compare with: the first that is never dropped."""
     return min(kept, default=None)
 
 
 def next_round(
     alive: Collection[int], kept: Collection[int], so_far: Sequence[Runs], step_ms: float
 ) -> Round | None:
-    """Who runs next of the contenders ``alive``, of which ``kept`` run in every round; None at the end.
+    """The next round among the contenders ``alive``, or None at the end; ``kept`` run in every round.
 
-    ``step_ms`` is about how long a step takes. The end is when one is left that has run ``LEAST_ROUNDS`` times, and
-    none that was dropped is ahead of it.
+    ``step_ms`` is an estimate of the step time. Rounds end when a single contender is left that ran ``LEAST_ROUNDS``
+    times, and no dropped contender is ahead of it.
     """
     if not so_far:
         return Round(tuple(sorted(alive)), first_steps(step_ms))
@@ -201,7 +207,7 @@ def next_round(
 
 
 def _ranked(numbers: Sequence[int], so_far: Sequence[Runs], reference: int | None) -> list[int]:
-    """Fastest first; what differs by rounding alone, by number."""
+    """Sort by ratio, fastest first; ties by number."""
     return sorted(
         numbers, key=lambda number: (round(compared(so_far, number, reference).ratio, DIGITS), number)
     )
@@ -214,9 +220,9 @@ def run_rounds(
     step_ms: float,
     after_run: Callable[[Sequence[Runs]], None] = lambda so_far: None,
 ) -> list[Runs]:
-    """All rounds; ``run`` is given a contender and a number of steps, and returns these in ms, none where it failed.
+    """Run all rounds. ``run`` times that many steps of a contender and returns them in ms, or nothing if it failed.
 
-    Who fails once does not run again. ``after_run`` is told of the rounds so far, of which the last may be incomplete.
+    A contender that failed does not run again. ``after_run`` gets the rounds so far; the last may be incomplete.
     """
     so_far: list[Runs] = []
     alive = set(range(contenders))
@@ -235,7 +241,7 @@ def run_rounds(
 
 
 def most_runs(contenders: int, kept: int) -> int:
-    """How many runs there are if none fails and none runs again that was dropped."""
+    """The number of runs if none fails and no dropped contender runs again."""
     left, runs, rounds = contenders - kept, 0, 0
     while left and (rounds < LEAST_ROUNDS or left > 1):
         left = math.ceil(left / 2) if rounds else left
@@ -245,19 +251,19 @@ def most_runs(contenders: int, kept: int) -> int:
 
 
 def first_steps(step_ms: float) -> int:
-    """How many steps a run of the first round times: some seconds of them, within limits."""
+    """The number of steps to time in a run of the first round: a few seconds, within limits."""
     return min(MOST_STEPS, max(LEAST_STEPS, math.ceil(FIRST_ROUND_MS / step_ms)))
 
 
 def measured(so_far: Sequence[Runs], number: int) -> Measured:
-    """What all rounds so far have measured of a contender, which ran in the first."""
+    """The measurements of a contender over all rounds so far."""
     return Measured.of([runs[number] for runs in so_far if number in runs])
 
 
 def winner(so_far: Sequence[Runs], kept: Collection[int], alive: Collection[int]) -> int:
-    """The reference, unless another of those ``alive`` is clearly faster: then the fastest of such.
+    """The fastest contender ``alive`` that clearly beats the reference, or else the reference.
 
-    Without a reference it is the fastest of all.
+    Without a reference, the fastest contender wins.
     """
     reference = reference_of(kept)
     enough = min(LEAST_ROUNDS, len(so_far))
@@ -273,18 +279,17 @@ def _undisturbed(steps_ms: Sequence[float]) -> list[float]:
 
 
 Run = Callable[[Candidate, int], Sequence[float]]
-"""Trains under a plan until so many steps are timed; returns these, in ms. Raises UserError where that fails."""
+"""Trains under a plan until the given number of steps is timed, and returns them in ms. Raises UserError on failure."""
 Progress = Callable[[int, int, str], None]
-"""Is told how many of how many runs are done, and which plan is the fastest so far."""
+"""Called with the number of runs done, the total, and a description of the fastest plan so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan, what its runs have measured, and the same beside the plan that the job would be left with.
+    """A plan with its measurements, absolute and relative to the reference plan.
 
-    ``step_ms`` and ``spread_ms`` are as if it had run in all rounds: its share of the reference's steps, which took
-    ``reference_ms`` and ran in all. So they can be compared with those of any other plan, whatever the machine did
-    meanwhile. ``kept`` plans are the recorded one and stock DDP.
+    ``step_ms`` and ``spread_ms`` scale its ratio by ``reference_ms``, the reference's mean over all rounds. They can thus
+    be compared between plans even if the machine drifts. ``kept`` marks the recorded plan and stock DDP.
     """
 
     candidate: Candidate
@@ -296,26 +301,26 @@ class MeasuredPlan:
 
     @property
     def step_ms(self) -> float:
-        """Its mean step."""
+        """The mean step."""
         return self.beside.ratio * self.reference_ms
 
     @property
     def spread_ms(self) -> float:
-        """By how much that may be off; of the reference, by how much its runs differ."""
+        """The uncertainty of ``step_ms``; for the reference, the spread of its runs."""
         return self.measured.spread_ms if self.is_reference else self.beside.spread * self.reference_ms
 
     @property
     def as_predicted(self) -> bool:
-        """Whether prediction and measurement differ by no more than the ± of both together."""
+        """Whether prediction and measurement agree within their combined ±."""
         off_ms = abs(self.candidate.predicted_ms - self.step_ms)
         return off_ms <= self.candidate.uncertainty_ms + self.spread_ms
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredChoice:
-    """``plans``, fastest first, and which of them is ``taken``.
+    """The measured ``plans``, fastest first, and the one ``taken``; ``why`` gives the reason.
 
-    ``why`` says in a sentence why. ``failed`` are plans that could not be run, with the reason.
+    ``failed`` has the plans that could not be run, each with its error.
     """
 
     plans: tuple[MeasuredPlan, ...]
@@ -326,40 +331,40 @@ class MeasuredChoice:
 
     @property
     def left_with(self) -> MeasuredPlan | None:
-        """The plan that the job would be left with, beside which the others were measured; None where there is none."""
+        """The reference plan, which the job would otherwise keep; None without a reference."""
         return next((plan for plan in self.plans if plan.is_reference), None)
 
     @property
     def keeps_recorded(self) -> bool:
-        """Whether the plan that is taken is the recorded one."""
+        """Whether the chosen plan is the recorded one."""
         return not self.taken.candidate.changed
 
     @property
     def why(self) -> str:
-        """Why that plan is taken, in a sentence."""
+        """The reason for the choice, in one sentence."""
         if self.left_with is None:
-            return "It was the fastest as measured"
+            return "It was the fastest in the measurement"
         if self.taken is not self.left_with:
             ratio = self.taken.beside
             return (
-                f"It was {1 / ratio.ratio:.2f} times as fast as {_with_ms(self.left_with)} in the same rounds, by more "
-                "than rounds differ"
+                f"It was {1 / ratio.ratio:.2f} times as fast as {_with_ms(self.left_with)} in the same rounds, beyond "
+                "the variation between rounds"
             )
         rival = next((plan for plan in self.plans if plan is not self.taken), None)
         if rival is None:
             return "No other plan could be run"
         if rival.step_ms >= self.taken.step_ms:
             return f"No other plan was faster: {_with_ms(rival)}"
-        return f"No other plan was faster by more than rounds differ: {_with_ms(rival)}"
+        return f"No other plan was faster by more than the variation between rounds: {_with_ms(rival)}"
 
 
 def choose(
     contenders: Contenders, run: Run, step_ms: float, progress: Progress = lambda done, of, best: None
 ) -> MeasuredChoice:
-    """Run plans in rounds (``halving``) until one is left, and take it if it is clearly faster than the recorded one.
+    """Run plans in rounds until one is left, and choose it if it is clearly faster than the reference.
 
-    ``step_ms`` is about how long a step takes. Raises UserError where a plan that is kept cannot be run: there would be
-    nothing to compare with.
+    ``step_ms`` is an estimate of the step time. Raises UserError if a kept plan cannot be run, because nothing is then
+    left to compare with.
     """
     begun = time.perf_counter()
     every, kept = contenders.all, range(len(contenders.kept))
@@ -384,7 +389,7 @@ def choose(
     so_far = run_rounds(len(every), kept, ran, step_ms, after)
     alive = [number for number in range(len(every)) if number not in failed]
     if not alive:
-        raise UserError("no plan could be run", got=failed[0], fix="Leave out --measure.")
+        raise UserError("no plan could be run", got=failed[0], fix="Run without --measure.")
     reference = reference_of(kept)
     reference_ms = 1.0 if reference is None else measured(so_far, reference).step_ms
     plans = {
@@ -400,7 +405,7 @@ def choose(
     }
     taken = plans[winner(so_far, kept, alive)]
     return MeasuredChoice(
-        tuple(sorted(plans.values(), key=lambda each: each.step_ms)),
+        tuple(sorted(plans.values(), key=lambda plan: plan.step_ms)),
         taken,
         tuple((every[number], why) for number, why in failed.items()),
         done,
@@ -409,7 +414,7 @@ def choose(
 
 
 def _best_so_far(every: Sequence[Candidate], so_far: Sequence[Runs]) -> str:
-    """The fastest of those that have run in the round that is on."""
+    """Describes the fastest plan of the current round."""
     times_ms = {number: measured(so_far[-1:], number).step_ms for number in so_far[-1]}
     best = min(times_ms, key=times_ms.__getitem__)
     return f"{every[best].short_name}, {times_ms[best]:.1f} ms"

@@ -1,6 +1,6 @@
-"""Pipelines that the recorded script does not train: of a model in one piece, or with its stages split otherwise.
+"""Proposes pipelines that the recorded script does not have: an unsplit model in stages, or other split points.
 
-They are replayed as every candidate is, and are less certain. A script follows them only if it is changed.
+They are replayed like every candidate, but with more uncertainty. To run them, the script has to change.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import Split
 from headway.time_limit import time_is_up
 
-SPLITS = 3  # that are replayed of each number of stages
+SPLITS = 3  # replayed for each number of stages
 TIE = 0.01
 Replicated = DistributedDataParallelStrategy | DecoupledStrategy
 DDP = DistributedDataParallelStrategy()
 NOT_SHARED = ("zero-bubble", "recorded")
-"""Orders that are not for other stages: not all modules permit halved backwards, and none runs as it was recorded."""
-LEAST_GAIN = 0.02  # of a step, for which stages are said to be worth another split
+"""Orders not proposed for other stages: not every module can split its backward, and a recorded order is fixed."""
+LEAST_GAIN = 0.02  # share of a step from which another split is worth mentioning
 
 
 @dataclass(frozen=True)
 class Recut:
-    """A pipeline that the script as it is does not train: ``simulation`` is its replay, ``name`` says what it is.
+    """A pipeline that the unmodified script does not train.
 
-    ``strategy`` has the ``split_points``, ``job`` the stages and the mesh.
+    ``simulation`` is its replay; ``strategy`` has the ``split_points``, ``job`` the stages and the mesh.
     """
 
     name: str
@@ -48,56 +48,51 @@ class Recut:
 
 @dataclass(frozen=True)
 class Recuts:
-    """The pipelines found, and what is to be said of them, or of why there are none."""
+    """The proposed pipelines, and notes about them or about why there are none."""
 
-    found: tuple[Recut, ...] = ()
+    pipelines: tuple[Recut, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def recuts(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
-    """The pipelines that are worth a place among the candidates, which are ``so_far``, the fastest first."""
+    """The pipelines to add to the candidates; ``so_far`` are the strategies replayed already, fastest first."""
     if replayer.job.world_size == 1:
         return Recuts()
     if len(replayer.job.stages) == 1:
-        return _of_one_piece(replayer)
-    return _of_stages(replayer, so_far)
+        return _of_unsplit_model(replayer)
+    return _of_split_model(replayer, so_far)
 
 
-# A model in one piece ---------------------------------------------------------------------------------------
-
-
-def _of_one_piece(replayer: Replayer) -> Recuts:
+def _of_unsplit_model(replayer: Replayer) -> Recuts:
     trace, job = replayer.trace, replayer.job
     if why := why_not_cut(trace, job, replayer.recorded_strategy):
-        said = f"Pipelines were not considered: {why}. headway predict compares them, from a model's layers"
-        return Recuts(notes=(said,))
-    recording = CutRecording(trace, job)
-    found: list[Recut] = []
-    for stages in (each for each in range(2, job.world_size + 1) if job.world_size % each == 0):
-        found += _of_as_many(replayer, recording, stages)
-    if not found and time_is_up():
-        return Recuts()
-    if not found:
-        return Recuts(
-            notes=("Pipelines were not considered: the model has too few modules that can be stages",)
+        note = (
+            f"Pipelines were not considered: {why}. headway predict can compare them from the model's layers"
         )
+        return Recuts(notes=(note,))
+    recording = CutRecording(trace, job)
+    pipelines: list[Recut] = []
+    for stages in (divisor for divisor in range(2, job.world_size + 1) if job.world_size % divisor == 0):
+        pipelines += _with_stages(replayer, recording, stages)
+    if not pipelines and time_is_up():
+        return Recuts()
+    if not pipelines:
+        return Recuts(notes=("Pipelines were not considered: too few modules of the model can be stages",))
     notes = [
-        "Pipelines need a script that calls headway.parallelize; they are rougher, as times are taken to be in "
-        "proportion to the size of a micro-batch, and so is their memory (~)"
+        "Pipelines need a script that calls headway.parallelize. Their times and memory (~) are rough: they assume "
+        "cost proportional to the size of a micro-batch"
     ]
     if recording.chain.batch_norms:
-        notes.append(
-            "In a pipeline BatchNorm computes its statistics of micro-batches, which trains otherwise"
-        )
-    if any("shared" in each.change for each in found):
-        notes.append("Messages for weights that stages share are not in the predictions")
-    return Recuts(tuple(found), tuple(notes))
+        notes.append("In a pipeline, BatchNorm computes statistics per micro-batch, which changes training")
+    if any("shared" in divisor.change for divisor in pipelines):
+        notes.append("Predictions leave out the messages for weights that stages share")
+    return Recuts(tuple(pipelines), tuple(notes))
 
 
-def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Iterator[Recut]:
-    """Pipelines of so many stages: 1F1B, and the order that is fastest, of the best split.
+def _with_stages(replayer: Replayer, recording: CutRecording, stages: int) -> Iterator[Recut]:
+    """Pipelines with ``stages`` stages at the best split: 1F1B, and the fastest order if it gains more.
 
-    Replicas of stages take the decoupled all-reduce where that is faster.
+    Replicas of stages use the decoupled all-reduce if that is faster.
     """
     job = recording.job
     replicas, count = job.world_size // stages, recording.micro_batches(stages)
@@ -114,23 +109,23 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
             played.append((replayer.simulate(of, _composed(plain, replicas)), split, mesh, order))
     if not played:
         return
-    first, cut, mesh, order = min(played, key=lambda each: each[0].step_ms)
+    first, cut, mesh, order = min(played, key=lambda result: result[0].step_ms)
     of = first.job
     replayer.may_be_slower(of, recording.slower(cut, count, mesh, order))
     points = tuple(layers[end].name for end in cut.ends[:-1])
-    others = (
+    other_orders = (
         candidate
         for candidate in candidates(of)
         if candidate.order not in ("1f1b", *NOT_SHARED) and not time_is_up()
     )
     simulations = [
         (plain, first),
-        *((each, replayer.simulate(of, _composed(each, replicas))) for each in others),
+        *((pipeline, replayer.simulate(of, _composed(pipeline, replicas))) for pipeline in other_orders),
     ]
-    fastest = min(simulations, key=lambda each: each[1].step_ms)
+    fastest = min(simulations, key=lambda result: result[1].step_ms)
     gains = fastest[1].step_ms < (1 - TIE) * first.step_ms
     shown: list[tuple[Replicated, PipelineStrategy, Simulation]]
-    shown = [(DDP, *each) for each in ((fastest, simulations[0]) if gains else simulations[:1])]
+    shown = [(DDP, *entry) for entry in ((fastest, simulations[0]) if gains else simulations[:1])]
     forms, _ = permitted_forms(job)
     if replicas > 1 and forms and not time_is_up():
         _, order_of_best, best = shown[0]
@@ -140,13 +135,13 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
             shown.insert(0, (decoupled, order_of_best, apart))
     for data, strategy, simulation in shown:
         cut_there = _composed(strategy.model_copy(update={"split_points": points}), replicas, data)
-        change = f"the model cut at {', '.join(points)}"
+        change = f"the model split at {', '.join(points)}"
         if tied_bytes(recording.model, cut):
-            change += ", with weights that are shared"
+            change += ", with shared weights"
         if list(order) != sorted(order):
             change += f", on hosts {', '.join(job.on.hosts[host].name for host in order)} in this order"
-        said = _composed(strategy, replicas, data).describe()
-        name = f"{stages} stages{f' x {replicas}' if replicas > 1 else ''}, {said}"
+        description = _composed(strategy, replicas, data).describe()
+        name = f"{stages} stages{f' x {replicas}' if replicas > 1 else ''}, {description}"
         yield Recut(name, cut_there, of, simulation, change)
 
 
@@ -154,14 +149,15 @@ def _composed(pipeline: PipelineStrategy, replicas: int, data: Replicated = DDP)
     return pipeline if replicas == 1 else MeshStrategy(pipeline=pipeline, data=data)
 
 
-# Stages -----------------------------------------------------------------------------------------------------
-
-
-def _of_stages(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
+def _of_split_model(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
     links = stage_links(replayer.trace, replayer.job)
     if isinstance(links, str):
-        return Recuts(notes=(f"Other splits of layers over stages were not considered: {links}",))
-    orders = (each for each in so_far if isinstance(each, PipelineStrategy) and each.order not in NOT_SHARED)
+        return Recuts(notes=(f"Other split points were not considered: {links}",))
+    orders = (
+        strategy_so_far
+        for strategy_so_far in so_far
+        if isinstance(strategy_so_far, PipelineStrategy) and strategy_so_far.order not in NOT_SHARED
+    )
     if (best := next(orders, None)) is None:
         return Recuts()
     job, now = replayer.job, replayer.replay(best)
@@ -174,18 +170,18 @@ def _of_stages(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
     ]
     if not played:
         return Recuts()
-    simulation, ends = min(played, key=lambda each: each[0].step_ms)
+    simulation, ends = min(played, key=lambda strategy_so_far: strategy_so_far[0].step_ms)
     gain = 1 - simulation.step_ms / now.step_ms
     if gain < LEAST_GAIN:
         return Recuts()
-    said = (
-        f"Moving {links.moves(ends)} would make a step of {best.describe()} {gain:.0%} faster; the script has to build "
-        "its stages so, headway run cannot"
+    note = (
+        f"Moving {links.moves(ends)} would make a step of {best.describe()} {gain:.0%} faster; change the script to "
+        "build its stages that way (headway run cannot)"
     )
     if not links.named:
-        unnamed = "Modules of different stages have the same names: no plan can name such a split"
-        return Recuts(notes=(f"{said}. {unnamed}",))
+        unnamed = "Modules of different stages have the same names, so no plan can describe this split"
+        return Recuts(notes=(f"{note}. {unnamed}",))
     strategy = best.model_copy(update={"split_points": links.points(ends)})
-    name = f"{best.describe()}, stages split anew"
-    change = f"stages begin at {', '.join(strategy.split_points)}"
-    return Recuts((Recut(name, strategy, simulation.job, simulation, change),), (said,))
+    name = f"{best.describe()}, other split points"
+    change = f"split points {', '.join(strategy.split_points)}"
+    return Recuts((Recut(name, strategy, simulation.job, simulation, change),), (note,))

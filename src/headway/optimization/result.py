@@ -1,4 +1,4 @@
-"""What a search has found, and which of it to take."""
+"""Ranks the candidates of a search and chooses the plan to use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headway.errors import UserError
-from headway.optimization.candidate import Candidate, is_better, needed_bytes, no_other_training
+from headway.optimization.candidate import Candidate, is_as_faithful, is_better, needed_bytes
 from headway.plan import Plan, Prediction
 from headway.planning.bound import StepBound
 from headway.replayer.fidelity import is_reproduced
@@ -20,7 +20,7 @@ from headway.strategies.registry import plugin_of, stock
 
 
 def best_first(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """By predicted time; of equals the recorded plan, then less memory, fewer changes and fewer collectives."""
+    """Sort by predicted time; ties go to the recorded plan, then less memory, fewer changes, fewer collectives."""
 
     def key(candidate: Candidate) -> tuple[float, int, int, int]:
         return (
@@ -34,32 +34,31 @@ def best_first(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def best_to_take(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest of ``candidates``, best first, or one that ties with it and needs less memory or fewer changes.
+    """The fastest of ``candidates`` (sorted), or a plan that ties with it but needs less memory or fewer changes.
 
-    Plans that train as recorded are preferred among those that tie. Memory counts where predicted peaks can be told
-    apart.
+    Among ties, plans that train as recorded come first. Memory counts only if the predicted peaks differ clearly.
     """
     fastest = candidates[0]
     tied = [candidate for candidate in candidates if is_tied(candidate, fastest)]
-    tied = [each for each in tied if not each.changes_training] or tied
-    least_bytes = min(needed_bytes(each) for each in tied)
-    tied = [each for each in tied if (each.peak_bytes or 0) <= least_bytes]
-    return min(tied, key=lambda each: each.change_count)
+    tied = [candidate for candidate in tied if not candidate.changes_training] or tied
+    least_bytes = min(needed_bytes(candidate) for candidate in tied)
+    tied = [candidate for candidate in tied if (candidate.peak_bytes or 0) <= least_bytes]
+    return min(tied, key=lambda candidate: candidate.change_count)
 
 
-def is_tied(one: Candidate, other: Candidate) -> bool:
-    """Whether it cannot be said which is faster.
+def is_tied(candidate: Candidate, rival: Candidate) -> bool:
+    """Whether the predictions are too close to say which plan is faster.
 
-    Predictions of one kind of strategy share most of their error: they differ by what predictions of the recorded
-    strategy may be off by. Those of different kinds may be off by ± each.
+    Predictions for one family of strategies share most of their error, so a difference above ``SAME_SHARE`` counts.
+    Across families both uncertainties (±) apply.
     """
-    if one.strategy.family == other.strategy.family:
-        return abs(one.predicted_ms - other.predicted_ms) <= SAME_SHARE * other.predicted_ms
-    return one.expected.like(other.expected)
+    if candidate.strategy.family == rival.strategy.family:
+        return abs(candidate.predicted_ms - rival.predicted_ms) <= SAME_SHARE * rival.predicted_ms
+    return candidate.expected.like(rival.expected)
 
 
 def gains(candidate: Candidate) -> bool:
-    """Whether it is faster than what was recorded by more than ±."""
+    """Whether the predicted gain exceeds the uncertainty (±)."""
     return not candidate.expected.may_gain_nothing
 
 
@@ -68,14 +67,14 @@ STAGES = "stages"
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Candidates best first, what gains are counted from, and the bound no plan can beat.
+    """The ranked candidates, the recorded step that gains are measured from, and the lower bound.
 
-    The recorded command can run each of ``candidates`` as it is; ``for_other_scripts`` are plans that need a change of
-    the script, best first too. The recorded plan is a candidate unless it needs more memory than there is.
-    ``baseline_ms`` is the recorded step, ``replayed_ms`` what replay makes of it. ``notes`` say what was left out and
-    why; ``excluded`` need more memory than there is. ``bound`` says why no plan can beat ``bound_ms``, where that is
-    known. ``pruned`` plans were not replayed, as their own bounds say that they are slower,
-    ``unseen`` as time was up; ``cut_short`` says that others may not even have been proposed for that reason.
+    The unmodified script can run ``candidates``; ``for_other_scripts`` need changes to it. Both are sorted, best first.
+    The recorded plan is a candidate unless it exceeds the memory limit. ``baseline_ms`` is the recorded step,
+    ``replayed_ms`` its replay. ``notes`` say what was left out and why; ``excluded`` plans exceed the memory limit.
+    ``bound`` explains why no plan can beat ``bound_ms``, if known. ``pruned`` counts plans that were not replayed
+    because their bounds are slower than other plans; ``unseen`` counts plans for which there was no time.
+    ``cut_short`` says that the budget ended before all plans were proposed.
     """
 
     baseline_ms: float
@@ -93,32 +92,32 @@ class SearchResult:
 
     @property
     def note(self) -> str:
-        """What was left out and why, in sentences without the last full stop."""
+        """The notes as one text, without the last full stop."""
         return ". ".join(self.notes)
 
     @property
     def replayed(self) -> int:
-        """How many plans were replayed."""
+        """The number of plans that were replayed."""
         return len(self.candidates) + len(self.for_other_scripts)
 
     @property
     def reproduction_error(self) -> float:
-        """By which share the replay of the recorded plan is slower than the recording; below 0 where it is faster."""
+        """The relative error of the replayed step against the recorded one; negative if replay is faster."""
         return self.replayed_ms / self.baseline_ms - 1
 
     @property
     def can_rank(self) -> bool:
-        """Whether replay reproduces the recording well enough for predictions to rank plans."""
+        """Whether replay reproduces the recording closely enough to rank plans."""
         return is_reproduced(self.reproduction_error)
 
     @property
     def recorded(self) -> Candidate | None:
-        """The plan that was recorded; None where it needs more memory than there is."""
+        """The recorded plan, or None if it exceeds the memory limit."""
         return next((candidate for candidate in self.candidates if not candidate.changed), None)
 
     @property
     def stock(self) -> Candidate | None:
-        """DDP with its default buckets; None where that was not replayed, or needs more memory than there is."""
+        """DDP with its default buckets, or None if it was not replayed or exceeds the memory limit."""
         return next(
             (
                 candidate
@@ -129,42 +128,42 @@ class SearchResult:
         )
 
     def dominated(self, candidate: Candidate) -> bool:
-        """Whether another one is no slower and needs no more memory, and is better in one of both.
+        """Whether some candidate is no worse in time and memory, and better in at least one.
 
-        Nothing that changes what is trained dominates what does not.
+        A plan that changes training never dominates one that does not.
         """
         return any(
-            is_better(each, candidate) and no_other_training(each, candidate) for each in self.candidates
+            is_better(rival, candidate) and is_as_faithful(rival, candidate) for rival in self.candidates
         )
 
     def like(self, best: Candidate) -> tuple[Candidate, ...]:
-        """The others that cannot be told apart from ``best``, which may be one that was made to follow its network."""
+        """The plans whose predictions tie with that of ``best``, which may be a plan that follows its network."""
         among = self.candidates if best.is_runnable else (*self.candidates, *self.for_other_scripts)
         return tuple(
-            each
-            for each in among
-            if each.expected is not best.expected
-            and best.expected.like(each.expected)
-            and no_other_training(each, best)
+            candidate
+            for candidate in among
+            if candidate.expected is not best.expected
+            and best.expected.like(candidate.expected)
+            and is_as_faithful(candidate, best)
         )
 
     def best(self, strategy: str | None = None) -> Candidate:
-        """The plan to take of those that the recorded command can run as it is.
+        """The plan to use with the unmodified script.
 
-        That is the recorded plan, unless another is faster by more than ±; of such plans the fastest, or one that ties
-        with it and needs less memory or fewer changes. Where the recording cannot rank plans, it is the recorded plan.
+        That is the fastest plan that gains more than ± (or one that ties with it and needs less memory or fewer
+        changes); the recorded plan if there is none, or if the recording cannot rank plans.
 
-        With ``strategy`` it is the best of the strategy of that name, whatever was recorded. The name of a dimension
-        stands for all strategies along it. Where the recorded command can run none of it, it is one that needs a change
-        of the script; ``STAGES`` asks for the best of such. Raises UserError where there is none.
+        With ``strategy``, returns the best plan of that strategy, whatever was recorded. The name of a mesh dimension
+        stands for all strategies along it. If the unmodified script can run none of them, returns one that needs
+        changes; ``STAGES`` asks for the best such plan. Raises UserError if there is no plan to return.
         """
         if strategy is not None:
             return best_to_take(self._of(strategy))
         if not self.candidates:
             raise UserError(
-                "no plan within the limit is one that the recorded script can follow as it is",
+                "no plan within the memory limit runs without editing the script",
                 got=f"{self.for_other_scripts[0].name}, which needs headway.parallelize in the script",
-                fix="Give --strategy pipeline to have that, or raise --memory-limit.",
+                fix="Use --strategy pipeline to select that plan, or raise --memory-limit.",
             )
         if self.recorded is None:
             return best_to_take(self.candidates)
@@ -172,7 +171,7 @@ class SearchResult:
         return best_to_take(faster) if faster and self.can_rank else self.recorded
 
     def _of(self, strategy: str) -> tuple[Candidate, ...]:
-        """All of that strategy that are to be compared: there is at least one."""
+        """The candidates of that strategy, at least one."""
         among = () if strategy == STAGES else self.candidates
         for candidates in (among, self.for_other_scripts):
             named = tuple(
@@ -181,53 +180,50 @@ class SearchResult:
             if named:
                 return named
         raise UserError(
-            "no plan of this strategy was found" + (f": {self.note}" if self.note else ""),
+            "there is no plan of this strategy" + (f": {self.note}" if self.note else ""),
             got=strategy,
-            fix="Leave out --strategy. Parameter servers need Gloo and a --cluster that headway probe measured; "
-            "strategies that change what is trained need a permission, such as partial-all-reduce "
-            "--allow asynchronous.",
+            fix="Leave out --strategy. Parameter servers need Gloo and a --cluster from headway probe; strategies that "
+            "change training need a permission: partial-all-reduce needs --allow asynchronous.",
         )
 
 
 def check_strategy(strategy: str | None) -> None:
-    """Raise UserError unless ``SearchResult.best`` knows this name, or it is None."""
+    """Raise UserError unless ``strategy`` is None or a name that ``SearchResult.best`` accepts."""
     if strategy is not None:
         registry.check_usable(strategy)
-    known = (*registry.names(), *registry.COMPOSED, DATA, STAGES)
-    if strategy is not None and strategy not in known:
-        raise UserError("there is no such strategy", got=strategy, expected=" or ".join(known))
+    usable = (*registry.names(), *registry.COMPOSED, DATA, STAGES)
+    if strategy is not None and strategy not in usable:
+        raise UserError("unknown strategy", got=strategy, expected=" or ".join(usable))
 
 
-def following(found: SearchResult, strategy: str | None = None) -> Candidate:
-    """The best candidate, of the strategy of that name where given, that can follow its network, as one that does.
+def following(result: SearchResult, strategy: str | None = None) -> Candidate:
+    """The best candidate (of ``strategy``, if given) that can adapt to its network, turned into one that does.
 
-    It needs the memory of all that it goes over to.
-
-    Raises UserError where none can.
+    Its peak memory is the largest of the plans that it may switch to. Raises UserError if no candidate can adapt.
     """
-    fitting = [each.strategy for each in found.candidates]
-    for candidate in found.candidates:
+    fitting = [rival.strategy for rival in result.candidates]
+    for candidate in result.candidates:
         adapted = plugin_of(candidate.strategy).following(candidate.strategy, fitting)
         if adapted is not None and strategy in (None, *names_of(candidate.strategy)):
             follower, among = adapted
-            peaks = [each.peak_bytes for each in found.candidates if each.strategy in among]
+            peaks = [rival.peak_bytes for rival in result.candidates if rival.strategy in among]
             peak_bytes = None if None in peaks else max(peak or 0 for peak in peaks)
             return replace(candidate, name=follower.describe(), strategy=follower, peak_bytes=peak_bytes)
     raise UserError(
-        "no plan can follow the job's network while it trains",
-        got=" | ".join(dict.fromkeys(each.name for each in found.candidates)),
+        "no plan can adapt to the network during training",
+        got=" | ".join(dict.fromkeys(rival.name for rival in result.candidates)),
         expected="a pipeline",
         fix="Leave out --follow-network.",
     )
 
 
 def names_of(strategy: Strategy) -> tuple[str, str]:
-    """What a user may call it by: its own name, or the dimension of the mesh that it is for."""
+    """The names that select the strategy: its own, and its mesh dimension."""
     return strategy.name, strategy.dimension
 
 
 def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
-    """The plan file's value for a candidate. It remembers where the trace is, which settings of other tools need."""
+    """The plan file for a candidate. It stores the path of the trace, which ``headway settings`` reads."""
     plan = _plan_of(candidate, replayer)
     if not candidate.changed and plan.prediction is not None:
         prediction = plan.prediction.model_copy(update={"recorded": plan.digest})

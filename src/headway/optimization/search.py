@@ -1,4 +1,4 @@
-"""The search over plans: strategies propose candidates, each is replayed, the fastest wins."""
+"""Searches for the fastest plan: strategies propose candidates, and each candidate is replayed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.optimization.sizes import Size, for_script, script_micro_batches, s
 from headway.optimization.with_passes import WithPasses, with_passes
 from headway.permission import permitted
 from headway.plan.permissions import check_allowed
-from headway.planning.bound import OwnBounds, StepBound, bound_of, form_of, least_sent_share
+from headway.planning.bound import PlanBounds, StepBound, bound_of, form_of, least_sent_share
 from headway.plugins import PluginFaultError, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
@@ -33,14 +33,14 @@ from headway.time_limit import TimeLimit, limited
 from headway.units import counted
 
 FASTEST = 3
-"""So many of each strategy that were faster a plan has to be slower than for certain, before it is left out."""
+"""Prune a plan only if it is provably slower than this many plans of its strategy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A plan to be replayed by ``replay``, which takes no less than ``lower_ms()`` (0 where nothing is known).
+class Evaluation:
+    """A plan that ``replay`` evaluates; its step takes at least ``lower_ms()`` (0 if no bound is known).
 
-    ``always`` says that it is replayed whatever the others take, and however little time there is.
+    If ``always``, the plan is never pruned and is replayed even when time is up.
     """
 
     strategy: Strategy
@@ -52,10 +52,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """What was replayed, in the order in which it was asked for.
+    """The replayed candidates, in the order of the evaluations.
 
-    ``pruned`` plans were not, as they are slower for certain, and ``unseen`` were not as time was up. ``refusals`` say
-    why others cannot be.
+    ``pruned`` counts provably slower plans, ``unseen`` those for which there was no time. ``refusals`` are the errors of
+    plans that cannot be replayed.
     """
 
     candidates: tuple[Candidate, ...]
@@ -65,95 +65,96 @@ class Replays:
 
 
 Progress = Callable[[int, int, str], None]
-"""Is told how many of how many plans are done, and the best so far in words."""
+"""Called with the number of plans done, the total, and a description of the best so far."""
 
 
 def replay_all(
-    asked: Sequence[Asked], limit: TimeLimit, progress: Progress | None = None, *, needed: str = ""
+    evaluations: Sequence[Evaluation], limit: TimeLimit, progress: Progress | None = None, *, needed: str = ""
 ) -> Replays:
-    """Replay ``asked``, strategies by turns, in each as they were asked for.
+    """Replay ``evaluations``, alternating between strategies, in order within each strategy.
 
-    A plan is not replayed where its bound says that it is slower, by more than ±, than ``FASTEST`` others of its
-    strategy: it would be neither the best of it nor like the best. When time is up only what is ``always`` replayed is.
-    What other packages' plug-ins fail at is left out with a warning. Raises PluginFaultError where that is the strategy
-    ``needed``.
+    Skips a plan whose bound is slower, by more than ±, than ``FASTEST`` plans of its strategy: it can neither be the
+    best of them nor tie with it. When time is up, only evaluations with ``always`` still run. Plans of failing
+    third-party plugins are skipped with a warning; raises PluginFaultError if the strategy ``needed`` fails.
     """
-    found: dict[int, Candidate] = {}
+    replayed: dict[int, Candidate] = {}
     of_strategy: dict[str, list[Candidate]] = defaultdict(list)
     pruned = unseen = 0
     refusals: list[str] = []
     best: Candidate | None = None
-    for done, number in enumerate(_by_turns(asked), start=1):
-        one = asked[number]
-        if not one.always and limit.is_over():
+    for done, number in enumerate(_by_turns(evaluations), start=1):
+        evaluation = evaluations[number]
+        if not evaluation.always and limit.is_over():
             unseen += 1
             continue
-        rivals = of_strategy[one.strategy.name]
-        made = None
+        rivals = of_strategy[evaluation.strategy.name]
+        candidate = None
         try:
-            if one.always or not is_slower_than_all(one, rivals):
-                made = found[number] = one.replay()
+            if evaluation.always or not is_slower_than_all(evaluation, rivals):
+                candidate = replayed[number] = evaluation.replay()
         except PluginFaultError as fault:
             leave_out(fault, needed=needed)
             continue
-        except UserError as refusal:  # too large, maybe: others may not be
-            if one.always:
+        except UserError as refusal:  # too large, perhaps; smaller plans may still work
+            if evaluation.always:
                 raise
             refusals.append(str(refusal))
             continue
-        if made is None:
+        if candidate is None:
             pruned += 1
         else:
-            rivals.append(made)
-            rivals.sort(key=lambda each: each.predicted_ms)
-            best = made if best is None or made.predicted_ms < best.predicted_ms else best
+            rivals.append(candidate)
+            rivals.sort(key=lambda rival: rival.predicted_ms)
+            best = candidate if best is None or candidate.predicted_ms < best.predicted_ms else best
         if progress and best:
-            progress(done, len(asked), f"{best.name}, {best.predicted_ms:.1f} ms")
-    return Replays(tuple(found[number] for number in sorted(found)), pruned, unseen, tuple(refusals))
+            progress(done, len(evaluations), f"{best.name}, {best.predicted_ms:.1f} ms")
+    return Replays(tuple(replayed[number] for number in sorted(replayed)), pruned, unseen, tuple(refusals))
 
 
-def is_slower_than_all(one: Asked, rivals: Sequence[Candidate]) -> bool:
-    """Whether ``one`` takes longer for certain than the ``FASTEST`` of ``rivals``, fastest first, by more than ±."""
+def is_slower_than_all(evaluation: Evaluation, rivals: Sequence[Candidate]) -> bool:
+    """Whether the bound exceeds, by more than ±, the times of the first ``FASTEST`` of ``rivals`` (sorted)."""
     if len(rivals) < FASTEST:
         return False
     share = max(rival.uncertainty_ms / rival.predicted_ms for rival in rivals[:FASTEST])
-    return share < 1 and one.lower_ms() * (1 - share) > rivals[FASTEST - 1].predicted_ms
+    return share < 1 and evaluation.lower_ms() * (1 - share) > rivals[FASTEST - 1].predicted_ms
 
 
-def _by_turns(asked: Sequence[Asked]) -> Iterator[int]:
-    """The numbers of ``asked``: those that are always replayed, then one of each strategy, then another of each."""
+def _by_turns(evaluations: Sequence[Evaluation]) -> Iterator[int]:
+    """Indices of ``evaluations``: those with ``always`` first, then round-robin over strategies."""
     turns: dict[str, int] = defaultdict(int)
     places: list[tuple[bool, int, int]] = []
-    for number, each in enumerate(asked):
-        places.append((not each.always, turns[each.strategy.name], number))
-        turns[each.strategy.name] += 1
+    for number, evaluation in enumerate(evaluations):
+        places.append((not evaluation.always, turns[evaluation.strategy.name], number))
+        turns[evaluation.strategy.name] += 1
     return (number for _, _, number in sorted(places))
 
 
 @dataclass(frozen=True)
-class Asking:
-    """A search of ``replayer`` under whose ``recorded`` strategy ``in_force`` was; ``bounds`` are known by strategy."""
+class CandidateEvaluator:
+    """Makes evaluations of plans for one recording; ``bounds`` has the lower bounds by strategy, where known."""
 
     replayer: Replayer
     recorded: Strategy
     in_force: Schedule
-    bounds: Mapping[str, OwnBounds]
+    bounds: Mapping[str, PlanBounds]
 
-    def asked(self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule) -> Asked:
-        """A plan to be replayed. The recorded one, and stock DDP, always are."""
+    def evaluation(
+        self, played_by: Replayer | Size, origin: str, strategy: Strategy, schedule: Schedule
+    ) -> Evaluation:
+        """The evaluation of a plan. The recorded plan and stock DDP are never skipped."""
         lower_ms = partial(self._lower_ms, strategy, schedule) if played_by is self.replayer else _unknown
         always = schedule == self.in_force or strategy == stock()
-        replay = partial(self._replayed, played_by, said, strategy, schedule)
-        return Asked(strategy, schedule, replay, lower_ms, always=always)
+        replay = partial(self._replayed, played_by, origin, strategy, schedule)
+        return Evaluation(strategy, schedule, replay, lower_ms, always=always)
 
     def _replayed(
-        self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule
+        self, played_by: Replayer | Size, origin: str, strategy: Strategy, schedule: Schedule
     ) -> Candidate:
         with asking("strategy", strategy):
             expected, held_bytes, is_rough = _played(played_by, strategy, schedule)
             changes = _changes(self.recorded, self.in_force, strategy, schedule)
-            name = strategy.describe() + (f" ({said})" if said else "")
-        other = isinstance(played_by, Size)
+            name = strategy.describe() + (f" ({origin})" if origin else "")
+        is_other_size = isinstance(played_by, Size)
         return Candidate(
             name,
             strategy,
@@ -161,19 +162,19 @@ class Asking:
             expected,
             changes,
             held_bytes,
-            of_other_size=other,
+            of_other_size=is_other_size,
             peak_is_rough=is_rough,
         )
 
     def _lower_ms(self, strategy: Strategy, schedule: Schedule) -> float:
-        """What is predicted of a plan at least. Where replay is too slow for the record, so may its bound be."""
-        known = self.bounds.get(strategy.name)
-        if known is None or not isinstance(schedule, BucketSchedule):
+        """A lower bound of the plan's prediction, scaled down if replay is slower than the recording."""
+        bounds = self.bounds.get(strategy.name)
+        if bounds is None or not isinstance(schedule, BucketSchedule):
             return 0.0
         with asking("strategy", strategy):
             if plugin_of(strategy).as_run(strategy, self.replayer.job) != strategy:
                 return 0.0
-        return known.of(schedule).step_ms * min(
+        return bounds.of(schedule).step_ms * min(
             1.0, self.replayer.recorded_step_ms / self.replayer.base.step_ms
         )
 
@@ -182,11 +183,11 @@ def _unknown() -> float:
     return 0.0
 
 
-def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, OwnBounds]:
-    """Bounds of plans of those strategies that have one, by name."""
+def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, PlanBounds]:
+    """Lower bounds by strategy name, for the strategies that have one."""
     if len(job.stages) > 1:
         return {}
-    bounds = OwnBounds(job)
+    bounds = PlanBounds(job)
     return {
         strategy.name: bounds for proposal in proposals if proposal.bound for strategy in proposal.strategies
     }
@@ -195,8 +196,10 @@ def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, OwnBounds]:
 def _played(
     played_by: Replayer | Size, strategy: Strategy, schedule: Schedule
 ) -> tuple[Expectation, int | None, bool]:
-    """What to expect of a plan, and what a rank holds and whether that is rough; of ranks that come as they will, over
-    a time."""
+    """The expected step, the peak memory, and whether that is rough.
+
+    For asynchronous strategies, the step is simulated over a time horizon.
+    """
     if isinstance(played_by, Replayer) and (outcome := played_by.replay_horizon(strategy)) is not None:
         job = played_by.job
         held_bytes = peak_bytes(job, strategy, schedule) if job.has_parameters else None
@@ -214,7 +217,7 @@ def _changes(before: Strategy, had: Schedule, after: Strategy, has: Schedule) ->
         changes.append(f"{has.parts} instead of {had.collectives if same_kind else had.parts}")
     changes += plugin_of(after).explain(before, after)
     if not changes and had != has:
-        changes.append("as many collectives, of other contents or in another order")
+        changes.append("the same number of collectives, with other contents or in another order")
     return tuple(changes) or UNCHANGED
 
 
@@ -224,22 +227,24 @@ NOT_RUN = "needs headway.parallelize in the script"
 def candidate_strategies(
     job: Job, proposals: Iterable[Proposal], recorded: Strategy | None = None, *, needed: str = ""
 ) -> list[tuple[Strategy, Schedule]]:
-    """Strategies worth a replay, with what they decide: each otherwise than those before it.
+    """The distinct strategies to replay, with their schedules.
 
-    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower. What
-    other packages' plug-ins fail at is left out with a warning; it raises PluginFaultError for the strategy ``needed``.
+    ``recorded`` comes first, so that a hand-tuned job never gets a slower plan. Strategies of failing third-party
+    plugins are skipped with a warning; raises PluginFaultError if the strategy ``needed`` fails.
     """
-    found: dict[tuple[str, Schedule, str], Strategy] = {}
+    distinct: dict[tuple[str, Schedule, str], Strategy] = {}
     options = [] if recorded is None else [recorded.spelled_out(job)]
     proposed = [strategy for proposal in proposals for strategy in proposal.strategies]
     options += proposed if recorded is None else [recorded.beside(strategy) for strategy in proposed]
     for strategy in options:
         try:
             with asking("strategy", strategy):
-                found.setdefault((strategy.name, decided(strategy, job), strategy.changes_training), strategy)
+                distinct.setdefault(
+                    (strategy.name, decided(strategy, job), strategy.changes_training), strategy
+                )
         except PluginFaultError as fault:
             leave_out(fault, needed=needed)
-    return [(strategy, schedule) for (_, schedule, _), strategy in found.items()]
+    return [(strategy, schedule) for (_, schedule, _), strategy in distinct.items()]
 
 
 def search(
@@ -247,63 +252,66 @@ def search(
     progress: Progress | None = None,
     *,
     memory_limit_bytes: int | None = None,
-    others: Sequence[Replayer] = (),
+    other_recordings: Sequence[Replayer] = (),
     allow: Collection[str] = (),
     budget_s: float | None = None,
     prune: bool = True,
     needed: str = "",
 ) -> SearchResult:
-    """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done.
+    """Replay all candidates that strategies propose, and rank them.
 
-    Those whose own bounds say that they are slower than others of their strategy are not, unless ``prune`` is False,
-    which finds the same. When ``budget_s`` seconds are over, what has been found by then is returned. Nothing is drawn
-    by chance: without a budget, the same is found every time.
+    Provably slower plans are skipped unless ``prune`` is False; the result is the same. After ``budget_s`` seconds the
+    search returns what it has so far. The search is deterministic: without a budget, it always returns the same result.
 
-    With ``memory_limit_bytes`` plans are left out under which a rank needs more. ``others`` are recordings of the same
-    pipeline with other numbers of micro-batches, each of which is tried too, and those between them. Plans that change
-    what is trained are candidates only where ``allow`` has what permits them (``headway.permission``). What plug-ins of
-    other packages fail at is left out with a warning. Raises UserError where no plan is left, for ``others`` of another
-    job, for a permission that there is not, and where the strategy of the name ``needed`` fails.
+    Plans that exceed ``memory_limit_bytes`` on any rank are left out. ``other_recordings`` are recordings of the same
+    pipeline with other numbers of micro-batches; these numbers, and those between them, are tried too. Plans that change
+    training are candidates only if ``allow`` permits them (``headway.permission``). Plans of failing third-party
+    plugins are skipped with a warning. Raises UserError if no plan is left, if ``other_recordings`` are of another job,
+    for an unknown permission, or if the strategy ``needed`` fails.
     """
     check_allowed(allow)
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
     in_force, script = decided(recorded, job), script_micro_batches(recorded, job)
     limit, reproduced = TimeLimit.of(budget_s), replayer.recorded_step_ms / replayer.base.step_ms
-    sized = sizes(replayer, others)
+    sized = sizes(replayer, other_recordings)
     with limited(limit):
         proposals, plans = _proposed(job, recorded, script, allow, needed=needed)
         more = [
-            (each, *_proposed(each.job, recorded, script, allow, recorded_too=False, needed=needed))
-            for each in sized
+            (size, *_proposed(size.job, recorded, script, allow, recorded_too=False, needed=needed))
+            for size in sized
         ]
     bounds = bounded(proposals, job) if prune and memory_limit_bytes is None else {}
-    of = Asking(replayer, recorded, in_force, bounds)
-    asked = [of.asked(replayer, "", *plan) for plan in plans]
-    asked += [of.asked(size, size.said, *each) for size, _, own in more for each in own]
-    replays = replay_all(asked, limit, progress, needed=needed)
+    evaluator = CandidateEvaluator(replayer, recorded, in_force, bounds)
+    evaluations = [evaluator.evaluation(replayer, "", *plan) for plan in plans]
+    evaluations += [
+        evaluator.evaluation(size, size.origin, *plan) for size, _, size_plans in more for plan in size_plans
+    ]
+    replays = replay_all(evaluations, limit, progress, needed=needed)
     candidates = list(replays.candidates)
-    so_far = sorted(candidates, key=lambda each: each.predicted_ms)
+    so_far = sorted(candidates, key=lambda candidate: candidate.predicted_ms)
     under_passes, uncut = WithPasses(), Recuts()
     with limited(limit):
         if not limit.is_over():
-            own = [each for each in candidates if not each.of_other_size]
-            under_passes = with_passes(replayer, own, memory_limit_bytes, allow)
-            candidates += under_passes.found
+            recorded_size = [candidate for candidate in candidates if not candidate.of_other_size]
+            under_passes = with_passes(replayer, recorded_size, memory_limit_bytes, allow)
+            candidates += under_passes.candidates
         if not limit.is_over():
-            uncut = recuts(replayer, [each.strategy for each in so_far if not each.of_other_size])
-            candidates += [_recut(replayer, each) for each in uncut.found]
+            uncut = recuts(
+                replayer, [candidate.strategy for candidate in so_far if not candidate.of_other_size]
+            )
+            candidates += [_recut(replayer, pipeline) for pipeline in uncut.pipelines]
     fitting, excluded = within(candidates, memory_limit_bytes)
     ranked = best_first(fitting)
     notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]
     notes = [note for note in notes if note]
     notes += dict.fromkeys(
-        f"{candidate.strategy.name}: {said}"
+        f"{candidate.strategy.name}: {remark}"
         for candidate in candidates
-        for said in carried_out_by(candidate.strategy, job.on.library)[1]
+        for remark in carried_out_by(candidate.strategy, job.on.library)[1]
     )
     notes += [
-        f"times of {each.count} micro-batches are interpolated {each.said}" for each in sized if each.said
+        f"times of {size.count} micro-batches are interpolated {size.origin}" for size in sized if size.origin
     ]
     if replays.refusals:
         notes.append(
@@ -312,24 +320,24 @@ def search(
     if memory_limit_bytes is not None and excluded:
         notes.append(exclusion(excluded, memory_limit_bytes))
     bound_ms, bound = least_bound(
-        (each, reproduced)
-        for own, reproduced in (
+        (proposal, reproduced)
+        for of_size, reproduced in (
             (
                 [
                     *proposals,
                     *_as_recorded(job, in_force),
-                    *(Proposal.within((), each) for each in under_passes.bounds),
+                    *(Proposal.within((), bound) for bound in under_passes.bounds),
                 ],
                 reproduced,
             ),
-            *((own, size.reproduced) for size, own, _ in more),
+            *((of_size, size.reproduced) for size, of_size, _ in more),
         )
-        for each in own
+        for proposal in of_size
     )
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
-        candidates=tuple(each for each in ranked if each.is_runnable),
+        candidates=tuple(candidate for candidate in ranked if candidate.is_runnable),
         bound_ms=bound_ms,
         elapsed_s=time.perf_counter() - begun,
         notes=tuple(notes),
@@ -338,14 +346,16 @@ def search(
         pruned=replays.pruned,
         unseen=replays.unseen,
         cut_short=limit.cut_short,
-        for_other_scripts=tuple(each for each in ranked if not each.is_runnable),
+        for_other_scripts=tuple(candidate for candidate in ranked if not candidate.is_runnable),
     )
 
 
-def _permitted(made: Proposal, allow: Collection[str]) -> Proposal:
-    """What is left of a proposal with what the user has permitted."""
-    kept = tuple(strategy for strategy in made.strategies if permitted(strategy.permissions, allow))
-    return replace(made, strategies=kept, note=made.note * permitted({made.about_permitted} - {""}, allow))
+def _permitted(proposal: Proposal, allow: Collection[str]) -> Proposal:
+    """The part of a proposal that the user permits."""
+    kept = tuple(strategy for strategy in proposal.strategies if permitted(strategy.permissions, allow))
+    return replace(
+        proposal, strategies=kept, note=proposal.note * permitted({proposal.about_permitted} - {""}, allow)
+    )
 
 
 def _proposed(
@@ -357,51 +367,57 @@ def _proposed(
     recorded_too: bool = True,
     needed: str = "",
 ) -> tuple[list[Proposal], list[tuple[Strategy, Schedule]]]:
-    """What strategies propose for ``job``, of a script whose batches are split into ``script`` micro-batches."""
+    """Proposals and plans for ``job``; the script splits its batches into ``script`` micro-batches."""
 
     def proposal(plugin: StrategyPlugin[Any]) -> Proposal | None:
         if not fits(job, plugin.policy):
             return None
-        made = _permitted(proposal_of(plugin, job), allow)
-        return replace(made, strategies=tuple(for_script(strategy, script) for strategy in made.strategies))
+        permitted_part = _permitted(proposal_of(plugin, job), allow)
+        return replace(
+            permitted_part,
+            strategies=tuple(for_script(strategy, script) for strategy in permitted_part.strategies),
+        )
 
     with times_in_range():
-        proposals = [each for _, each in ask(proposal, needed=needed) if each is not None]
+        proposals = [proposed for _, proposed in ask(proposal, needed=needed) if proposed is not None]
     if recorded_too:
         return proposals, candidate_strategies(job, proposals, recorded, needed=needed)
-    others = [replace(each, strategies=tuple(map(recorded.beside, each.strategies))) for each in proposals]
-    return proposals, candidate_strategies(job, others, needed=needed)
+    upon_recorded = [
+        replace(proposed, strategies=tuple(map(recorded.beside, proposed.strategies)))
+        for proposed in proposals
+    ]
+    return proposals, candidate_strategies(job, upon_recorded, needed=needed)
 
 
-def _recut(replayer: Replayer, found: Recut) -> Candidate:
-    simulation = found.simulation
+def _recut(replayer: Replayer, recut: Recut) -> Candidate:
+    simulation = recut.simulation
     return Candidate(
-        found.name, found.strategy, simulation.graph.schedule, replayer.expect(simulation),
-        (found.change, NOT_RUN), simulation.peak_bytes, found.job,
+        recut.name, recut.strategy, simulation.graph.schedule, replayer.expect(simulation),
+        (recut.change, NOT_RUN), simulation.peak_bytes, recut.job,
         peak_is_rough=simulation.peak_is_rough,
     )  # fmt: skip
 
 
 def _left_out(job: Job) -> list[str]:
-    """Why strategies for models that are cut otherwise were not considered."""
+    """Why strategies that do not fit the job were not considered."""
     if job.world_size == 1:
         return []
     return [why for _, why in ask(lambda plugin: "" if fits(job, plugin.policy) else plugin.left_out(job))]
 
 
 def least_bound(proposals: Iterable[tuple[Proposal, float]]) -> tuple[float, StepBound | None]:
-    """What no candidate can beat, of whatever strategy, and why; the latter is None where that is not known.
+    """The least step time that any candidate can reach, and why; the reason is None if unknown.
 
-    Of each proposal's job the recorded step is so many times its replay. Where replay is too slow for the record, so
-    are the links and times that bounds are made of.
+    Each proposal comes with ``reproduced`` = recorded step / replayed step of its job. If replay is slower than the
+    recording, the links and times behind the bound are too slow as well, so the bound is scaled down.
     """
-    scaled = [(each, min(1.0, reproduced)) for each, reproduced in proposals]
-    least, factor = min(scaled, key=lambda one: one[0].bound_ms * one[1])
+    scaled = [(proposal, min(1.0, reproduced)) for proposal, reproduced in proposals]
+    least, factor = min(scaled, key=lambda scaled_one: scaled_one[0].bound_ms * scaled_one[1])
     return least.bound_ms * factor, None if least.bound is None else least.bound.scaled(factor)
 
 
 def _as_recorded(job: Job, schedule: Schedule) -> list[Proposal]:
-    """The bound of the recorded plan where that sends gradients in fewer bytes than any that is proposed."""
+    """The bound of the recorded plan, if it sends gradients in fewer bytes than any proposed plan."""
     if not isinstance(schedule, BucketSchedule):
         return []
     share = least_sent_share(schedule)

@@ -1,4 +1,4 @@
-"""Other numbers of micro-batches than the recorded job's: those of other recordings of it, and those between them."""
+"""Predicts the job with other numbers of micro-batches, from further recordings or by interpolation."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from headway.trace.format import Trace
 
 @dataclass(frozen=True)
 class Size:
-    """The job with ``count`` micro-batches: its computation, its replay, and what to expect of the live one.
+    """The job with ``count`` micro-batches: how to replay it, and how to turn a replay into an expectation.
 
-    ``reproduced`` is the recorded step as a share of its replay, ``said`` where numbers come from if they were not
-    recorded.
+    ``reproduced`` = recorded step / replayed step. ``origin`` says between which recordings times were between.
     """
 
     count: int
@@ -40,13 +39,13 @@ class Size:
     replay: Callable[[Strategy], Simulation]
     expect: Callable[[Simulation], Expectation]
     reproduced: float
-    said: str = ""
+    origin: str = ""
 
 
 def script_micro_batches(recorded: Strategy, job: Job) -> int | None:
-    """How many micro-batches the recorded script's own schedule has; None where its job is no pipeline.
+    """The number of micro-batches of the script's own schedule, or None if the job is not a pipeline.
 
-    A plan that was in force may have changed that.
+    A plan in force during the recording may have changed the number that was recorded.
     """
     pipeline = recorded.pipeline if isinstance(recorded, MeshStrategy) else recorded
     if not isinstance(pipeline, PipelineStrategy):
@@ -57,7 +56,7 @@ def script_micro_batches(recorded: Strategy, job: Job) -> int | None:
 def for_script(strategy: Strategy, script: int | None) -> Strategy:
     """``strategy`` as a plan for a script whose own schedule has ``script`` micro-batches.
 
-    A schedule of several stages a rank keeps its number: the script has to be changed.
+    A schedule with several stages per rank keeps its own number, because the script has to change anyway.
     """
     if not isinstance(strategy, PipelineStrategy) or strategy.order in LOOPED_ORDERS:
         return strategy
@@ -67,60 +66,65 @@ def for_script(strategy: Strategy, script: int | None) -> Strategy:
 
 
 def others_of(first: Replayer, traces: Sequence[Trace]) -> list[Replayer]:
-    """Replayers of other recordings of the same job, on the cluster of the first."""
+    """Replayers of further recordings of the job, on the cluster of the first."""
     for trace in traces:
         if trace.world_size != first.trace.world_size:
             _refuse(
-                "the world size", first, trace, *(f"{one.world_size} workers" for one in (first.trace, trace))
+                "the world size",
+                first,
+                trace,
+                *(f"{recording.world_size} workers" for recording in (first.trace, trace)),
             )
-    return [Replayer(each, first.cluster) for each in traces]
+    return [Replayer(trace, first.cluster) for trace in traces]
 
 
-def sizes(first: Replayer, others: Sequence[Replayer]) -> list[Size]:
-    """Numbers of micro-batches that ``others`` were recorded with, and those in between; without that of ``first``.
+def sizes(first: Replayer, other_recordings: Sequence[Replayer]) -> list[Size]:
+    """The numbers of micro-batches in ``other_recordings`` and between them, without that of ``first``.
 
-    Raises UserError where they are not recordings of the same pipeline with different numbers.
+    Raises UserError unless all are recordings of the same pipeline with different numbers.
     """
-    if not others:
+    if not other_recordings:
         return []
     recorded: dict[int, Replayer] = {}
-    for each in (first, *others):
-        _check_same_job(first, each)
-        count = micro_batches(each.job.steps)
+    for replayer in (first, *other_recordings):
+        _check_same_job(first, replayer)
+        count = micro_batches(replayer.job.steps)
         if count in recorded:
             raise UserError(
-                "two recordings have the same number of micro-batches", got=f"{count} in {each.trace.path}",
-                expected="one recording of each number", fix="Leave one of them out.",
+                "two recordings have the same number of micro-batches", got=f"{count} in {replayer.trace.path}",
+                expected="one recording for each number", fix="Leave one of them out.",
             )  # fmt: skip
-        recorded[count] = each
-    own = micro_batches(first.job.steps)
-    found = [_recorded(first, each, count) for count, each in recorded.items() if count != own]
-    found += [
+        recorded[count] = replayer
+    first_count = micro_batches(first.job.steps)
+    results = [
+        _recorded(first, replayer, count) for count, replayer in recorded.items() if count != first_count
+    ]
+    results += [
         _interpolated(first, recorded[fewer], recorded[more], count)
         for count, fewer, more in counts_between(tuple(recorded))
     ]
-    return sorted(found, key=lambda each: each.count)
+    return sorted(results, key=lambda replayer: replayer.count)
 
 
-def _check_same_job(first: Replayer, other: Replayer) -> None:
+def _check_same_job(first: Replayer, replayer: Replayer) -> None:
     if len(first.job.stages) < 2 or not micro_batches(first.job.steps):
         raise UserError(
-            "several recordings can only be compared of a pipeline", got=f"a model in one piece in {first.trace.path}",
-            expected="one pipeline with different numbers of micro-batches", fix="Give one recording.",
+            "only recordings of a pipeline can be compared", got=f"no pipeline in {first.trace.path}",
+            expected="one pipeline with different numbers of micro-batches", fix="Pass a single recording.",
         )  # fmt: skip
-    different = first_difference(first.job, other.job)
-    if different is None and _replicas(first) != _replicas(other):
-        different = ("the replicas of stages", _replicas(first), _replicas(other))
+    different = first_difference(first.job, replayer.job)
+    if different is None and _replicas(first) != _replicas(replayer):
+        different = ("the replicas of stages", _replicas(first), _replicas(replayer))
     if different is not None:
-        what, mine, others = different
-        _refuse(what, first, other.trace, mine, others)
+        what, expected, got = different
+        _refuse(what, first, replayer.trace, expected, got)
 
 
-def _refuse(what: str, first: Replayer, other: Trace, mine: str, others: str) -> None:
+def _refuse(what: str, first: Replayer, trace: Trace, expected: str, got: str) -> None:
     raise UserError(
-        f"the recordings are of different jobs: they differ in {what}",
-        got=f"{others} in {other.path}", expected=f"{mine} as in {first.trace.path}",
-        fix="Record one script with other numbers of micro-batches, and change nothing else.",
+        f"the recordings are of different jobs; they differ in {what}",
+        got=f"{got} in {trace.path}", expected=f"{expected} as in {first.trace.path}",
+        fix="Record the same script and change only the number of micro-batches.",
     )  # fmt: skip
 
 
@@ -129,31 +133,31 @@ def _replicas(replayer: Replayer) -> str:
     return strategy.data.describe() if isinstance(strategy, MeshStrategy) else "none"
 
 
-def _recorded(first: Replayer, other: Replayer, count: int) -> Size:
+def _recorded(first: Replayer, replayer: Replayer, count: int) -> Size:
     def expect(played: Simulation) -> Expectation:
-        return replace(other.expect(played), recorded_ms=first.recorded_step_ms)
+        return replace(replayer.expect(played), recorded_ms=first.recorded_step_ms)
 
-    reproduced = other.recorded_step_ms / other.base.step_ms
-    return Size(count, other.job, other.replay, expect, reproduced)
+    reproduced = replayer.recorded_step_ms / replayer.base.step_ms
+    return Size(count, replayer.job, replayer.replay, expect, reproduced)
 
 
 def _interpolated(first: Replayer, fewer: Replayer, more: Replayer, count: int) -> Size:
-    made = interpolated(fewer.job, more.job, count)
+    between = interpolated(fewer.job, more.job, count)
     simulator = Simulator()
 
     def replay(strategy: Strategy) -> Simulation:
-        return simulator.simulate(made.job, plugin_of(strategy).as_run(strategy, made.job))
+        return simulator.simulate(between.job, plugin_of(strategy).as_run(strategy, between.job))
 
     ends = micro_batches(fewer.job.steps), micro_batches(more.job.steps)
-    reproduced = min(each.recorded_step_ms / each.base.step_ms for each in (fewer, more))
-    expect = partial(_expect_between, first, (fewer, more), made)
-    return Size(count, made.job, replay, expect, reproduced, f"between {ends[0]} and {ends[1]}")
+    reproduced = min(end.recorded_step_ms / end.base.step_ms for end in (fewer, more))
+    expect = partial(_expect_between, first, (fewer, more), between)
+    return Size(count, between.job, replay, expect, reproduced, f"between {ends[0]} and {ends[1]}")
 
 
 def _expect_between(
-    first: Replayer, ends: tuple[Replayer, Replayer], made: Interpolated, played: Simulation
+    first: Replayer, ends: tuple[Replayer, Replayer], between: Interpolated, played: Simulation
 ) -> Expectation:
-    """As of the recording of which more is expected, with what interpolation may be off by."""
-    expected = max((end.expect(played) for end in ends), key=lambda each: each.step_ms)
-    uncertainty_ms = math.hypot(expected.uncertainty_ms, made.share * expected.step_ms)
+    """The slower expectation of both ends, with the uncertainty of the interpolation added."""
+    expected = max((end.expect(played) for end in ends), key=lambda expectation: expectation.step_ms)
+    uncertainty_ms = math.hypot(expected.uncertainty_ms, between.share * expected.step_ms)
     return Expectation(first.recorded_step_ms, expected.step_ms, uncertainty_ms)

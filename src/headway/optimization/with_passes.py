@@ -1,4 +1,4 @@
-"""Passes on top of strategies: each that is proposed is tried, and kept where plans become faster, or small enough."""
+"""Adds passes to plans: each proposed pass is tried, and kept if it makes the plan faster or fit into memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of
 from headway.time_limit import time_is_up
 
-LEAST_GAIN = 0.01  # of a step, for which a pass is worth it
+LEAST_GAIN = 0.01  # share of a step that a pass has to save
 MOST_PLANS = 3
-"""So many of the fastest plans are tried with passes, and the fastest of each other strategy: users may want that."""
+"""Try passes on this many of the fastest plans, and on the fastest of every other strategy."""
 FORMS: tuple[Form, ...] = ("all-reduce", "gradients", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class WithPasses:
-    """Plans with passes, and the bounds of jobs under them; ``replays`` is how many were tried."""
+    """Plans with passes, and the lower bounds of their jobs; ``replays`` counts the plans tried."""
 
-    found: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     bounds: tuple[StepBound, ...] = ()
     replays: int = 0
 
@@ -35,17 +35,16 @@ class WithPasses:
 def with_passes(
     replayer: Replayer, candidates: Sequence[Candidate], limit_bytes: int | None, allow: Collection[str]
 ) -> WithPasses:
-    """The fastest of ``candidates`` with those passes that make them faster, or fit into ``limit_bytes``.
+    """Add passes to the fastest ``candidates`` where that makes them faster, or fit into ``limit_bytes``.
 
-    Passes are added one by one, that which gains most first. Those that only save memory are tried where a plan needs
-    more than the limit. ``candidates`` are of the recorded job as it is. Passes that change what is trained need a
-    permission.
+    Passes are added greedily, the largest gain first. Passes that only save memory are tried on plans over the limit.
+    Passes that change training need a permission in ``allow``. ``candidates`` have the recorded job's size.
     """
     job = replayer.job
     if len(job.stages) > 1:
         return WithPasses()
     kinds = dict(answers("pass", passes().items(), lambda kind: _proposed(kind, job, allow)))
-    kinds = {name: found for name, found in kinds.items() if found}
+    kinds = {name: proposals for name, proposals in kinds.items() if proposals}
     able = [
         candidate
         for candidate in candidates
@@ -54,33 +53,35 @@ def with_passes(
     if not kinds or not able:
         return WithPasses()
     tried = _Tried(replayer, kinds, limit_bytes)
-    found = [grown for base in _bases(able) if (grown := tried.grown(base)) is not base and tried.fits(grown)]
-    bounds = [_bound(job, each.passes) for each in found]
-    return WithPasses(tuple(found), tuple(bounds), tried.replays)
+    grown_plans = [
+        grown for base in _bases(able) if (grown := tried.grown(base)) is not base and tried.fits(grown)
+    ]
+    bounds = [_bound(job, plan.passes) for plan in grown_plans]
+    return WithPasses(tuple(grown_plans), tuple(bounds), tried.replays)
 
 
 def _bases(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Which candidates passes are added to."""
-    in_order = sorted(candidates, key=lambda each: each.predicted_ms)
+    """The candidates to try passes on."""
+    in_order = sorted(candidates, key=lambda candidate: candidate.predicted_ms)
     fastest: dict[str, Candidate] = {}
-    for each in in_order:
-        fastest.setdefault(each.strategy.name, each)
+    for candidate in in_order:
+        fastest.setdefault(candidate.strategy.name, candidate)
     first = in_order[:MOST_PLANS]
-    return first + [each for each in fastest.values() if each not in first]
+    return first + [candidate for candidate in fastest.values() if candidate not in first]
 
 
 def _proposed(kind: type[Pass], job: Job, allow: Collection[str]) -> tuple[Pass, ...]:
-    return tuple(each for each in kind.proposed(job) if permitted({each.permission} - {""}, allow))
+    return tuple(pass_ for pass_ in kind.proposed(job) if permitted({pass_.permission} - {""}, allow))
 
 
 def _bound(job: Job, applied: Sequence[Pass]) -> StepBound:
-    """What no plan under these passes can beat, in whatever form."""
+    """The lower bound for every plan with these passes, over all forms."""
     job = rewritten(job, applied)
-    return min((bound_of(job, form) for form in FORMS), key=lambda each: each.step_ns)
+    return min((bound_of(job, form) for form in FORMS), key=lambda bound: bound.step_ns)
 
 
 class _Tried:
-    """Tries passes on plans, one replay each."""
+    """Tries passes on plans, with one replay for each combination."""
 
     def __init__(
         self, replayer: Replayer, kinds: dict[str, tuple[Pass, ...]], limit_bytes: int | None
@@ -89,19 +90,19 @@ class _Tried:
         self.replays = 0
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether no rank needs more than the limit."""
+        """Whether every rank fits into the memory limit."""
         return fits_within(candidate, self._limit_bytes)
 
     def grown(self, base: Candidate) -> Candidate:
-        """``base`` with the passes that are worth it, or itself."""
+        """``base`` with the passes that pay off, or ``base`` itself."""
         current, left = base, dict(self._kinds)
         while left:
             options = [
-                made
+                grown
                 for kind in left.values()
-                for each in kind
-                if not (each.saves_memory_alone and self.fits(current))
-                if (made := self._with(current, each)) is not None
+                for option in kind
+                if not (option.saves_memory_alone and self.fits(current))
+                if (grown := self._with(current, option)) is not None
             ]
             if not options:
                 break
@@ -122,9 +123,9 @@ class _Tried:
         return self.fits(after) or (after.peak_bytes or 0) < (before.peak_bytes or 0)
 
     def _with(self, candidate: Candidate, added: Pass) -> Candidate | None:
-        """The candidate with one more pass; None where that cannot be replayed, or time is up."""
-        applied = tuple(sorted((*candidate.passes, added), key=lambda each: not each.stands_first))
-        if any(each.stands_first for each in applied[1:]):  # what two do together was not measured
+        """The candidate with one more pass, or None if it cannot be replayed or time is up."""
+        applied = tuple(sorted((*candidate.passes, added), key=lambda pass_: not pass_.stands_first))
+        if any(pass_.stands_first for pass_ in applied[1:]):  # their combination was never measured
             return None
         if (added.leaves_out_steps and candidate.strategy.counts_steps) or time_is_up():
             return None

@@ -1,1 +1,1 @@
-"""The search over plans."""
+"""Plans bucket schedules, predicts their steps quickly, and bounds every plan from below."""

@@ -22,19 +22,20 @@ Limit = tuple[float, AlgorithmName]  # up to how many bytes an algorithm is the 
 
 
 def algorithm_choices(costs: LinkCosts, total_bytes: int) -> list[Algorithms]:
-    """Algorithms for plans of a model of ``total_bytes`` on a cluster, Headway's rings first.
+    """The algorithm choices to plan with, for a model of ``total_bytes``; Headway's rings come first.
 
-    Then come, where others are faster for some bucket, those that are the fastest for each size; and if those depend on
-    the size, the ones of large buckets for all, as what counts of collectives in flight together is what their bytes
-    take. Where the ways between some hosts are slow, all with rings in an order that avoids them come before these.
-    Others than rings are known only where a probe has measured them, but for hierarchical ones, which are made of
-    rings' messages, where several hosts have the same number of workers, more than one.
+    If other algorithms are faster for some bucket, adds the fastest one for each size, and, if that depends on the size,
+    the one for large buckets for all sizes (with several collectives in flight, the cost of bytes decides). If paths
+    between some hosts are slow, variants with a ring order that avoids them come before all of these. Algorithms other
+    than rings need measured costs, except hierarchical ones, which need several hosts with equally many workers.
     """
     order = ring_order_on(costs.cluster) if costs.cluster.library == GLOO else ()
-    limits = {kind: _fastest(_known(costs, kind, order), total_bytes) for kind in HALVES}
+    limits = {kind: _fastest(_costs_by_name(costs, kind, order), total_bytes) for kind in HALVES}
     fastest = _by_size(limits[REDUCE_SCATTER], limits[ALL_GATHER])
     alike = Algorithms(fastest.reduce_scatter, fastest.all_gather)
-    reordered = [replace(each, ring_order=order) for each in (RINGS, fastest, alike) if _has_rings(each)]
+    reordered = [
+        replace(choice, ring_order=order) for choice in (RINGS, fastest, alike) if _has_rings(choice)
+    ]
     return list(dict.fromkeys((*(reordered if order else ()), RINGS, fastest, alike)))
 
 
@@ -42,35 +43,37 @@ def _has_rings(algorithms: Algorithms) -> bool:
     return any(RING in algorithms.names(kind) for kind in HALVES)
 
 
-def _known(costs: LinkCosts, kind: str, ring_order: tuple[int, ...]) -> dict[AlgorithmName, CollectiveCost]:
-    """What a half costs by each algorithm that the cluster can have."""
+def _costs_by_name(
+    costs: LinkCosts, kind: str, ring_order: tuple[int, ...]
+) -> dict[AlgorithmName, CollectiveCost]:
+    """The cost of a half by each algorithm available on the cluster."""
     cluster = costs.cluster
     hosts = Hosts.of_cluster(cluster)
 
     def names() -> Iterator[AlgorithmName]:
         yield RING
         for name in FOR_HALVES if cluster.library == GLOO else ():
-            known = ALGORITHMS[name]
+            algorithm = ALGORITHMS[name]
             is_measured = Selection(name, kind).cost_names[0] in cluster.algorithms
-            if name != RING and known.differs(hosts) and (known.follows_hosts or is_measured):
+            if name != RING and algorithm.differs(hosts) and (algorithm.follows_hosts or is_measured):
                 yield name
 
     return {name: costs.of_half(name, kind, ring_order) for name in names()}
 
 
 def _fastest(costs: Mapping[AlgorithmName, CollectiveCost], total_bytes: int) -> list[Limit]:
-    """Which algorithm is the fastest up to which size, of buckets of a model of ``total_bytes``; the last up to any.
+    """The fastest algorithm for each range of bucket sizes, as (upper limit, algorithm); the last limit is infinite.
 
-    Between two measured sizes that is changed where they would take as long as each other.
+    Between two measured sizes, the switch is where both algorithms take equally long.
     """
     least_bytes = max(1, round(LEAST_SHARE * total_bytes))
     sizes = [size for size in costs[RING].sizes_bytes if least_bytes < size < total_bytes]
     sizes = [least_bytes, *sizes, total_bytes]
     best = [min(costs, key=lambda name: _weighed_ns(costs, name, size)) for size in sizes]
     limits: list[Limit] = []
-    for (low, one), (high, other) in pairwise(zip(sizes, best, strict=True)):
-        if one != other:
-            limits.append((_crossing(costs, one, other, range(low, high, STEP_BYTES)), one))
+    for (low, smaller), (high, larger) in pairwise(zip(sizes, best, strict=True)):
+        if smaller != larger:
+            limits.append((_crossing(costs, smaller, larger, range(low, high, STEP_BYTES)), smaller))
     return [*limits, (math.inf, best[-1])]
 
 
@@ -83,7 +86,7 @@ def _weighed_ns(
 def _crossing(
     costs: Mapping[AlgorithmName, CollectiveCost], small: AlgorithmName, large: AlgorithmName, sizes: range
 ) -> int:
-    """The largest of ``sizes`` at which ``small`` is no slower than ``large``, which it is at the first of them."""
+    """The largest of ``sizes`` at which ``small`` is not slower than ``large``; it is not slower at the first."""
     slower = bisect_left(
         sizes, True, key=lambda size: _weighed_ns(costs, small, size) > _weighed_ns(costs, large, size)
     )
@@ -91,12 +94,12 @@ def _crossing(
 
 
 def _by_size(scatter: list[Limit], gather: list[Limit]) -> Algorithms:
-    """Both halves' limits as one value."""
+    """Combine the limits of both halves."""
     sizes = sorted({size for size, _ in (*scatter, *gather)})
     names = [(_of(scatter, size), _of(gather, size)) for size in sizes]
     classes = tuple(
-        SizeClass(size_bytes=round(size), reduce_scatter=one, all_gather=other)
-        for size, (one, other) in zip(sizes[:-1], names[:-1], strict=True)
+        SizeClass(size_bytes=round(size), reduce_scatter=smaller, all_gather=larger)
+        for size, (smaller, larger) in zip(sizes[:-1], names[:-1], strict=True)
     )
     return Algorithms(*names[-1], classes)
 

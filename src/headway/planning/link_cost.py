@@ -1,4 +1,4 @@
-"""What a collective costs on a cluster, alone and with others in flight: measured once by replay, then looked up."""
+"""Tabulates the cost of collectives on a cluster: simulated once, then looked up."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SIZES_BYTES = tuple(2**exponent for exponent in range(10, 32, 3))
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """The cost of one collective over all ranks of a cluster, as replay has it.
+    """The simulated cost of one collective over all ranks of a cluster.
 
-    Alone, a collective of ``sizes_bytes[i]`` takes ``alone_ns[i]``: ``overhead_ns``, then ``messages`` rounds that
-    each use the slowest link for a while and then wait for the message to arrive. ``ns_per_byte`` is how long that link
-    is busy for a byte of the tensor.
+    Alone, a collective of ``sizes_bytes[i]`` takes ``alone_ns[i]``: ``overhead_ns``, then ``messages`` rounds, each of
+    which occupies the slowest link and then waits for the message to arrive. ``ns_per_byte`` is the time on that link per
+    byte of the tensor.
     """
 
     overhead_ns: float
@@ -37,7 +37,7 @@ class CollectiveCost:
     alone_ns: tuple[float, ...]
 
     def time_ns(self, size_bytes: float) -> float:
-        """How long a collective of ``size_bytes`` takes alone, interpolated between the measured sizes."""
+        """The time of a collective of ``size_bytes`` alone, interpolated between the simulated sizes."""
         index = min(max(1, bisect_right(self.sizes_bytes, size_bytes)), len(self.sizes_bytes) - 1)
         x0, x1 = self.sizes_bytes[index - 1 : index + 1]
         y0, y1 = self.alone_ns[index - 1 : index + 1]
@@ -45,29 +45,29 @@ class CollectiveCost:
 
     @property
     def alpha_ns(self) -> float:
-        """What a collective costs in addition to its bytes."""
+        """The cost of a collective besides its bytes."""
         return max(0.0, self.alone_ns[-1] - self.ns_per_byte * self.sizes_bytes[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class HalfCost:
-    """The cost of a half whose algorithm may depend on the size: of large tensors, and of ``smaller`` up to some."""
+    """The cost of a half whose algorithm may depend on the size: for large tensors, and for ``smaller`` size limits."""
 
     large: CollectiveCost
     smaller: tuple[tuple[int, CollectiveCost], ...] = ()
 
     def at(self, size_bytes: float) -> CollectiveCost:
-        """That of the algorithm of a tensor of ``size_bytes``."""
+        """The cost with the algorithm for ``size_bytes``."""
         return next((cost for most_bytes, cost in self.smaller if size_bytes <= most_bytes), self.large)
 
     def time_ns(self, size_bytes: float) -> float:
-        """How long a collective of ``size_bytes`` takes alone."""
+        """The time of a collective of ``size_bytes`` alone."""
         return self.at(size_bytes).time_ns(size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What the two halves of an all-reduce cost on a cluster of ``world_size`` ranks."""
+    """The costs of both halves of an all-reduce over ``world_size`` ranks."""
 
     world_size: int
     reduce_scatter: HalfCost
@@ -75,14 +75,14 @@ class LinkCost:
 
 
 class LinkCosts:
-    """The costs of halves by any algorithms on one cluster, each measured once."""
+    """Computes the costs of halves on one cluster, each algorithm once."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._known: dict[tuple[AlgorithmName, str, tuple[int, ...]], CollectiveCost] = {}
+        self._measured_costs: dict[tuple[AlgorithmName, str, tuple[int, ...]], CollectiveCost] = {}
 
     def of(self, algorithms: Algorithms = RINGS) -> LinkCost:
-        """Both halves, by ``algorithms``."""
+        """The costs of both halves with ``algorithms``."""
         return LinkCost(
             self.cluster.world_size,
             self._half(algorithms, REDUCE_SCATTER),
@@ -90,7 +90,7 @@ class LinkCosts:
         )
 
     def _half(self, algorithms: Algorithms, kind: str) -> HalfCost:
-        sizes_bytes = [each.size_bytes for each in algorithms.by_size]
+        sizes_bytes = [size_class.size_bytes for size_class in algorithms.by_size]
         order = algorithms.ring_order
         smaller = tuple((size, self.of_half(algorithms.of(kind, size), kind, order)) for size in sizes_bytes)
         return HalfCost(self.of_half(algorithms.of(kind, math.inf), kind, order), smaller)
@@ -98,16 +98,16 @@ class LinkCosts:
     def of_half(
         self, algorithm: AlgorithmName, kind: str, ring_order: tuple[int, ...] = ()
     ) -> CollectiveCost:
-        """A half ``kind`` by one algorithm, whatever its size."""
+        """The cost of the half ``kind`` with one algorithm for all sizes."""
         key = algorithm, kind, ring_order if algorithm == RING else ()
-        if key not in self._known:
+        if key not in self._measured_costs:
             alike = Algorithms(algorithm, algorithm, ring_order=key[2])
-            self._known[key] = _measure(self.cluster, alike, kind)
-        return self._known[key]
+            self._measured_costs[key] = _measure(self.cluster, alike, kind)
+        return self._measured_costs[key]
 
 
 def all_reduce_cost(cluster: Cluster) -> CollectiveCost:
-    """What the process group's own all-reduce costs on ``cluster``."""
+    """The cost of the process group's own all-reduce on ``cluster``."""
     return _measured(
         cluster, lambda size_bytes: native(ALL_REDUCE, size_bytes, cluster.world_size, cluster.library)
     )
@@ -142,7 +142,7 @@ def _measured(cluster: Cluster, selected: Callable[[int], Selection]) -> Collect
 
 
 def _busiest_ns(graph: OperationGraph) -> float:
-    """For how long the link that is used the most is used."""
+    """The busy time of the busiest link, in ns."""
     busiest = 0.0
     for side in (graph.sender, graph.receiver):
         used = side >= 0

@@ -1,4 +1,4 @@
-"""In which order ranks should stand in a ring, where the ways between some hosts are slower than their links."""
+"""Finds an order of ranks for rings that avoids slow paths between hosts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Order = tuple[int, ...]
 Cost = Callable[[Order], tuple[float, float]]
 
 MOST_TRIED_HOSTS = 8
-"""Up to so many hosts every order is looked at."""
+"""Up to this many hosts, every order is tried."""
 MOST_THOROUGH_HOSTS = 64
-"""For more, each part is turned round once at most."""
+"""With more hosts, each segment is reversed at most once."""
 MOST_HOSTS = 256
-"""For more, the order stays: looking for another would take minutes."""
+"""With more hosts, the order stays as it is: a search would take minutes."""
 
 
 def ring_order_on(cluster: Cluster) -> Order:
-    """The order of ranks in which the slowest way between neighbours is the fastest; none where that is their numbers'.
+    """The order of ranks that maximizes the slowest path between neighbours; empty if rank order is best.
 
-    In a ring every way carries as much, so that the slowest decides; among equals the mean does. Over links alone all
-    orders are equal, as each host sends and receives as much in all of them. Ranks of a host stay together.
+    Every path of a ring carries equally much, so the slowest decides; ties are broken by the mean. Without slow paths,
+    all orders are equal. Ranks of a host stay together.
     """
     hosts = len(cluster.hosts)
     if not cluster.paths or not 3 <= hosts <= MOST_HOSTS:
@@ -32,25 +32,27 @@ def ring_order_on(cluster: Cluster) -> Order:
     costs = _costs(cluster)
 
     def cost(order: Order) -> tuple[float, float]:
-        ways = [costs[one][other] for one, other in zip(order, (*order[1:], order[0]), strict=True)]
+        ways = [costs[host][next_host] for host, next_host in zip(order, (*order[1:], order[0]), strict=True)]
         return max(ways), sum(ways)
 
-    known = tuple(range(hosts))
-    best = _of_all(known, cost) if hosts <= MOST_TRIED_HOSTS else _improved(known, cost)
-    if cost(best)[0] >= cost(known)[0]:
+    declared_order = tuple(range(hosts))
+    best = (
+        _best_of_all(declared_order, cost) if hosts <= MOST_TRIED_HOSTS else _improved(declared_order, cost)
+    )
+    if cost(best)[0] >= cost(declared_order)[0]:
         return ()
     ranks = Hosts.of_cluster(cluster).ranks
     return tuple(rank for host in best for rank in ranks[host])
 
 
-def _of_all(known: Order, cost: Cost) -> Order:
-    first, *others = known
-    return min(((first, *order) for order in permutations(others)), key=cost)
+def _best_of_all(start_order: Order, cost: Cost) -> Order:
+    first, *remaining = start_order
+    return min(((first, *order) for order in permutations(remaining)), key=cost)
 
 
-def _improved(known: Order, cost: Cost) -> Order:
-    """Parts are turned round as long as that gains (2-opt: Croes, 1958), and there is time."""
-    best, least, improved = known, cost(known), True
+def _improved(order: Order, cost: Cost) -> Order:
+    """Reverse segments while that gains (2-opt, Croes, 1958) and there is time."""
+    best, least, improved = order, cost(order), True
     while improved:
         improved = False
         for start in range(1, len(best) - 1):
@@ -58,14 +60,14 @@ def _improved(known: Order, cost: Cost) -> Order:
                 return best
             for end in range(start + 1, len(best)):
                 turned = (*best[:start], *reversed(best[start : end + 1]), *best[end + 1 :])
-                if (found := cost(turned)) < least:
-                    best, least, improved = turned, found, True
+                if (turned_cost := cost(turned)) < least:
+                    best, least, improved = turned, turned_cost, True
         improved = improved and len(best) <= MOST_THOROUGH_HOSTS
     return best
 
 
 def _costs(cluster: Cluster) -> list[list[float]]:
-    """What a bit takes from one host to another."""
+    """The time per bit from each host to each other host."""
     ways, places = Ways(cluster), range(len(cluster.hosts))
     return [
         [0.0 if source == target else 1 / ways.gbps(source, target) for target in places] for source in places

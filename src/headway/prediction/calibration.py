@@ -1,4 +1,4 @@
-"""Predictions corrected by step times that somebody measured: how fast devices compute, and how fast links are."""
+"""Calibrates predictions with measured step times: corrects the speed of computation and of links."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headway.simulator.what_if import MAX_WORKERS, WhatIf
 from headway.strategies.base import Strategy
 from headway.units import parse_duration_s
 
-MOST = 16.0  # how many times as fast or as slow as predicted
+MOST = 16.0  # the largest correction factor
 ROUNDS, HALVINGS = 8, 3
 NUDGE = 0.02
-NEAR = 0.001  # of a measured step
-LEAST_ERROR = 0.1  # of computation that measured steps corrected: what MLPerf's other steps are off by
-FORM = "WORKERS=TIME or WORKERS@SAMPLES=TIME with the samples of each worker, such as 8=320ms or 8@64=320ms, each once"
+NEAR = 0.001  # relative error at which the fit stops
+LEAST_ERROR = 0.1  # error of calibrated computation, as seen on held-out MLPerf steps
+FORM = "WORKERS=TIME or WORKERS@SAMPLES=TIME (samples per worker), such as 8=320ms or 8@64=320ms, without duplicates"
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of ``workers`` that took ``ms``, with ``samples`` each; None for the batch that is predicted."""
+    """A measured step of ``workers``, with ``samples`` per worker; None for the batch of the prediction."""
 
     workers: int
     ms: float
@@ -36,10 +36,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What multiplies computation and rates, and adds to steps, so that predicted steps are nearest to ``measured``.
+    """The corrections of computation, bandwidth and fixed cost that fit the ``measured`` steps best.
 
-    ``fixed_ms`` is computation that does not depend on the batch, beyond what was predicted. ``off`` is by which share
-    predictions are off these steps then, at most.
+    ``fixed_ms`` is added computation that does not depend on the batch. ``off`` is the largest relative error that
+    remains on the measured steps.
     """
 
     compute: float
@@ -51,41 +51,41 @@ class Calibration:
 
     @property
     def what_if(self) -> WhatIf:
-        """The correction of rates."""
+        """The correction of bandwidth."""
         return WhatIf(bandwidth=self.bandwidth)
 
     def corrected(self, workload: Workload) -> Workload:
-        """The correction of computation."""
+        """``workload`` with corrected computation."""
         return workload.corrected(self.compute, self.fixed_ms * 1e6, max(self.off, LEAST_ERROR))
 
     def describe(self) -> str:
-        """In words."""
-        said = f"computation takes {self.compute:.3g} times as long"
+        """The calibration in one sentence."""
+        sentence = f"computation takes {self.compute:.3g} times as long"
         if "bandwidth" in self.fitted:
-            said += f" and rates {self.bandwidth:.3g} times"
-        said += " as predicted"
+            sentence += f" and rates are {self.bandwidth:.3g} times as high"
+        sentence += " as predicted"
         if "fixed" in self.fitted:
             more = "more" if self.fixed_ms >= 0 else "less"
-            said += f", and {abs(self.fixed_ms):.3g} ms {more} a step whatever its batch"
+            sentence += f", with {abs(self.fixed_ms):.3g} ms {more} per step at any batch size"
         steps = "step is" if len(self.measured) == 1 else f"{len(self.measured)} steps are"
-        return f"Calibrated: {said}; then the measured {steps} predicted to within {self.off:.1%}."
+        return f"Calibrated: {sentence}; then the measured {steps} predicted to within {self.off:.1%}."
 
 
 def measured_steps(texts: Sequence[str]) -> tuple[MeasuredStep, ...]:
-    """Measured steps from texts as in FORM. Raises UserError for what cannot be read."""
-    found: list[MeasuredStep] = []
+    """Parse measured steps in the form FORM. Raises UserError if a text is invalid."""
+    steps: list[MeasuredStep] = []
     for text in texts:
-        whose, equals, time = text.partition("=")
-        workers, at, samples = whose.partition("@")
+        setup, equals, time = text.partition("=")
+        workers, at, samples = setup.partition("@")
         numbers = [_number(workers), _number(samples) if at else 1]
         repeated = any(
-            (each.workers, each.samples) == (numbers[0], numbers[1] if at else None) for each in found
+            (step.workers, step.samples) == (numbers[0], numbers[1] if at else None) for step in steps
         )
         if not equals or not all(numbers) or numbers[0] > MAX_WORKERS or repeated:
-            raise UserError("--measured cannot be read", got=repr(text), expected=FORM)
+            raise UserError("invalid --measured", got=repr(text), expected=FORM)
         ms = parse_duration_s(time, "--measured") * 1e3
-        found.append(MeasuredStep(numbers[0], ms, numbers[1] if at else None))
-    return tuple(found)
+        steps.append(MeasuredStep(numbers[0], ms, numbers[1] if at else None))
+    return tuple(steps)
 
 
 def _number(text: str) -> int:
@@ -95,10 +95,10 @@ def _number(text: str) -> int:
 def calibrate(
     workloads: Mapping[MeasuredStep, Workload], cluster: Cluster, name: str, strategy: Strategy
 ) -> Calibration:
-    """The calibration by measured steps under ``strategy``, each with the workload of its batch.
+    """Calibrate with measured steps under ``strategy``, each with the workload of its batch.
 
-    One step tells of computation only. Steps of several batch sizes tell of computation that does not depend on the
-    batch, and of several numbers of workers of rates, where there are steps enough for both.
+    One step only calibrates computation. Several batch sizes also give the fixed cost, and several numbers of workers
+    the bandwidth, if there are enough steps.
     """
     steps = tuple(workloads)
     fitted = ["compute"]
@@ -116,7 +116,7 @@ def calibrate(
         return Calibration(compute, bandwidth, fixed_ms, off, steps, tuple(fitted))
 
     def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The logarithms of predicted steps in measured ones."""
+        """log(predicted / measured) for each step."""
         corrected = calibration(values)
         return np.array(
             [

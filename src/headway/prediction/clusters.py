@@ -1,4 +1,4 @@
-"""Clusters by name: the files that ship, or one's own."""
+"""Loads clusters by name or by path."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from headway.errors import ClusterError, did_you_mean
 
 
 def shipped() -> list[str]:
-    """The names of the cluster files that ship."""
+    """The names of the bundled cluster files."""
     return sorted(
-        Path(each.name).stem
-        for each in resources("headway.clusters").iterdir()
-        if each.name.endswith(".yaml")
+        Path(entry.name).stem
+        for entry in resources("headway.clusters").iterdir()
+        if entry.name.endswith(".yaml")
     )
 
 
 def cluster_named(text: str) -> Cluster:
-    """The cluster file at the path ``text``, or the one that ships under that name. Raises ClusterError."""
+    """Load the bundled cluster named ``text``, or the file at that path. Raises ClusterError."""
     if text in shipped():
         document = resources("headway.clusters").joinpath(f"{text}.yaml").read_text(encoding="utf-8")
         return files.parse_yaml(document, Cluster, ClusterError, f"cluster {text}")
     if not Path(text).suffix and not Path(text).exists():
         raise ClusterError(
-            "there is no such cluster",
+            "unknown cluster",
             got=repr(text),
             expected=f"a file, or one of {', '.join(shipped())}",
             fix=did_you_mean(text, shipped()),

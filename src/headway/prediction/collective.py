@@ -1,4 +1,4 @@
-"""One collective by itself on a cluster: how long it takes, by which algorithm, and what none can beat."""
+"""Predicts the time of a single collective on a cluster, its algorithm, and a lower bound."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headway.simulator.expectation import collectives_error
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """How long a collective of the whole cluster takes. ``size_bytes`` is the whole tensor's.
+    """The predicted time of a collective over the whole cluster. ``size_bytes`` is the size of the full tensor.
 
-    ``uncertainty_us`` holds 85 of 100 published rows where logs of the same cluster were fitted, or nothing was.
-    ``bound_us`` is what no algorithm can beat that adds up on the workers: what each host has to send, at its rate.
+    ``uncertainty_us`` covers 85 of 100 published measurements, with or without fitted logs. ``bound_us`` is a lower bound
+    for all algorithms that reduce on the workers: the bytes that each host has to send, divided by its rate.
     """
 
     kind: str
@@ -30,42 +30,44 @@ class CollectiveTime:
     workers: int
     hosts: int
     algorithm: str
-    protocol: str  # of NCCL's; "" of others
+    protocol: str  # of NCCL; "" for other libraries
     time_us: float
     uncertainty_us: float
     bound_us: float
 
     @property
     def tensor_gb_s(self) -> float:
-        """The tensor's size by time, what nccl-tests call algbw."""
+        """Tensor size divided by time (algbw in nccl-tests)."""
         return self.size_bytes / self.time_us / 1e3
 
     @property
     def bus_gb_s(self) -> float:
-        """What nccl-tests call busbw: what each worker of a ring sends by time."""
+        """The bytes that each worker of a ring sends, divided by time (busbw in nccl-tests)."""
         return self.tensor_gb_s * _sent_share(self.kind, self.workers)
 
     def to_document(self) -> dict[str, Any]:
-        """As ``headway predict --collective --json`` prints it."""
-        said = {("collective" if name == "kind" else name): value for name, value in asdict(self).items()}
-        return {**said, "tensor_gb_s": self.tensor_gb_s, "bus_gb_s": self.bus_gb_s}
+        """The output of ``headway predict --collective --json``."""
+        document = {("collective" if name == "kind" else name): value for name, value in asdict(self).items()}
+        return {**document, "tensor_gb_s": self.tensor_gb_s, "bus_gb_s": self.bus_gb_s}
 
 
 def collective_time(cluster: Cluster, name: str, size_bytes: int) -> CollectiveTime:
-    """The time of the library's own collective ``name``, such as "all-gather", over all workers of ``cluster``.
+    """Predict the library's collective ``name``, such as "all-gather", over all workers of ``cluster``.
 
-    Raises UserError for a collective that is not known, and for a cluster of one worker.
+    Raises UserError for an unknown collective, and for a cluster with a single worker.
     """
     kind = name.replace("-", "_").lower()
     if kind not in KINDS:
         raise UserError(
-            "--collective is not known",
+            "--collective: unknown name",
             got=repr(name),
-            expected=", ".join(each.replace("_", "-") for each in KINDS),
+            expected=", ".join(known_kind.replace("_", "-") for known_kind in KINDS),
         )
     workers, hosts = cluster.world_size, len(cluster.hosts)
     if workers < 2:
-        raise UserError("the cluster has one worker, which has nobody to talk to", expected="two or more")
+        raise UserError(
+            "a collective needs several workers", got="a cluster with one worker", expected="two or more"
+        )
     bound_us = _bound_us(cluster, kind, size_bytes)
     if cluster.nccl is not None:
         a_host = max(host.workers for host in cluster.hosts)
@@ -89,7 +91,7 @@ def _sent_share(kind: str, ranks: int) -> float:
 
 
 def _bound_us(cluster: Cluster, kind: str, size_bytes: int) -> float:
-    """What the slowest host needs to send what others lack, or a worker inside the only one."""
+    """The time in us that the slowest host (or a worker inside a single host) needs to send its data."""
     if len(cluster.hosts) == 1:
         reduces = cluster.nccl is not None and cluster.nccl.nvls
         share = 1.0 if reduces and kind == ALL_REDUCE else _sent_share(kind, cluster.world_size)

@@ -1,6 +1,6 @@
-"""A torch module costed by one forward: the work of every layer.
+"""Counts the work (FLOPs, bytes, kernels) of every layer of a torch module in one forward.
 
-On the meta device nothing is computed and nothing is allocated, so a model of any size is costed in seconds.
+The meta device computes and allocates nothing, so a model of any size takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.prediction.function import Built
 
 
 class LayerWork:
-    """The modules of a model that own parameters, in the order in which forward first runs them, with their work."""
+    """The work of each module that owns parameters, in the order of their first use in forward."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
@@ -31,7 +31,7 @@ class LayerWork:
         self.work.setdefault(name, Work())
 
     def _add(self, work: Work) -> None:
-        if self.work:  # what comes before the first layer is not a layer's
+        if self.work:  # work before the first layer belongs to no layer
             self.work[self._name] += work
 
 
@@ -51,7 +51,7 @@ def _layers_entered(built: Built, enter: Callable[[str], None]) -> Iterator[None
 
 
 class _Counter(torch_private.DispatchMode):
-    """Tells the work of every operation that is not a view: its FLOPs, the bytes it reads and writes, one kernel."""
+    """Reports the work of every operation except views: FLOPs, bytes read and written, one kernel."""
 
     def __init__(self, add: Callable[[Work], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What a pass of a module holds in memory: watched while it computes, on real tensors or on fake ones.
+"""Measures the memory of one forward and backward, on real or fake tensors.
 
-Fake tensors have shapes and no data, and unlike those of the meta device take the kernels of the device they claim to
-be on. So attention keeps what its fused kernel keeps.
+Fake tensors have shapes but no data. Unlike tensors on the meta device, they select the kernels of the device that they
+imitate, so attention keeps what its fused kernel keeps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from headway.prediction.function import Built
 
 
 def on_fake_tensors(text: str, make: Callable[..., Any], samples: int | None = None) -> Built:
-    """What ``make`` builds, of tensors without data, for ``samples``. Raises UserError as ``Built`` does."""
+    """Build the module of ``make`` on fake tensors, for a batch of ``samples``. Raises UserError as ``Built`` does."""
     return Built(text, make, torch_private.fake_tensors(), samples)
 
 
 def pass_memory_of(built: Built) -> PassMemory | None:
-    """What one forward and backward of ``built`` hold. Raises UserError where they fail."""
+    """Measure the memory of one forward and backward of ``built``. Raises UserError if they fail."""
     module = built.module
     module.zero_grad(set_to_none=True)
     watch = PassMemoryWatch()
@@ -35,8 +35,8 @@ def pass_memory_of(built: Built) -> PassMemory | None:
         built.backward(watch.begin, watch.forward_done)
         watch.update_begins()
     finally:
-        found = watch.end()
+        memory = watch.end()
         for handle in handles:
             handle.remove()
         module.zero_grad(set_to_none=True)
-    return found
+    return memory

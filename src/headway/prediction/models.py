@@ -1,4 +1,4 @@
-"""Models by name: those that ship, layer tables in files, and functions that build torch modules."""
+"""Loads the model of ``headway predict``: a bundled model, a layer table, or a function that builds a torch module."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ DEFAULT_DEVICE = "a100"
 OF_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-class _Asked(NamedTuple):
-    """What computes a model, in which precision, and what updates it. ``precision`` is None where nobody said."""
+class _ModelRequest(NamedTuple):
+    """The requested device, precision (None if not given) and optimizer."""
 
     device_name: str | None
     precision: str | None
@@ -44,7 +44,7 @@ class _Asked(NamedTuple):
         return _chosen(DEVICES, self.device_name or DEFAULT_DEVICE, "--device")
 
     def precision_of(self, dtypes: Iterable[str]) -> tuple[str, bool]:
-        """The precision in which parameters of such types are computed with, and whether that is mixed precision."""
+        """The precision of the computation for these parameter types, and whether it is mixed precision."""
         kinds = {OF_DTYPES.get(dtype, SINGLE) for dtype in dtypes}
         stored = kinds.pop() if len(kinds) == 1 else SINGLE
         if stored == SINGLE:
@@ -52,19 +52,22 @@ class _Asked(NamedTuple):
             return precision, precision in HALF
         if self.precision not in (None, stored):
             raise UserError(
-                "--precision contradicts the model, whose parameters are stored otherwise",
+                "--precision does not match the type of the model's parameters",
                 got=f"--precision {self.precision}", expected=f"--precision {stored}, or none",
             )  # fmt: skip
         return stored, False
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of a precision that nobody chose."""
-        tensor = [each for each in HALF if each in self.sheet.flops_per_s]
+        """A note about the default precision, if none was chosen."""
+        tensor = [
+            candidate_precision
+            for candidate_precision in HALF
+            if candidate_precision in self.sheet.flops_per_s
+        ]
         if self.precision is not None or not tensor:
             return ()
         return (
-            f"Computed in fp32 without tensor cores, as nothing else was said; what most jobs use is --precision "
-            f"{tensor[0]}.",
+            f"Computed in fp32 without tensor cores, the default; most jobs use --precision {tensor[0]}.",
         )
 
 
@@ -75,9 +78,9 @@ def workload_named(
     samples: int | None = None,
     precision: str | None = None,
 ) -> Workload:
-    """What ``text`` names, timed on ``device_name`` for a batch of ``samples``, or its own.
+    """The workload of the model ``text`` on ``device_name``, for a batch of ``samples`` (default: the model's own).
 
-    Raises UserError for what there is not.
+    Raises UserError for an unknown model, device, optimizer or precision.
     """
     return workloads_named(text, device_name, optimizer_name, (samples,), precision)[samples]
 
@@ -89,89 +92,92 @@ def workloads_named(
     batches: Iterable[int | None],
     precision: str | None = None,
 ) -> dict[int | None, Workload]:
-    """What ``text`` names at each of ``batches``, which are samples a worker; None is the model's own batch.
+    """The workload of the model ``text`` for each of ``batches`` (samples per worker; None is the model's own).
 
-    ``precision`` is one of ``PRECISIONS``; by default the parameters' own. Raises UserError for what there is not.
+    ``precision`` is one of ``PRECISIONS``, by default that of the parameters. Raises UserError for an unknown model,
+    device, optimizer or precision.
     """
     if precision is not None:
         _chosen(dict.fromkeys(PRECISIONS), precision, "--precision")
-    asked = _Asked(device_name, precision, _chosen(OPTIMIZERS, optimizer_name, "--optimizer"))
+    request = _ModelRequest(device_name, precision, _chosen(OPTIMIZERS, optimizer_name, "--optimizer"))
     wanted = dict.fromkeys(batches)
     if text in MODELS:
-        if asked.is_here:
+        if request.is_here:
             raise UserError(
-                f"{text} is a table of layers, which cannot be timed",
+                f"{text} is a table of layers and cannot be timed",
                 expected=f"--device {' or '.join(DEVICES)}",
             )
-        return {samples: _that_ships(text, asked, samples) for samples in wanted}
+        return {samples: _that_ships(text, request, samples) for samples in wanted}
     if Path(text).suffix in (".yaml", ".yml"):
-        return {samples: _of_file(Path(text), asked, samples) for samples in wanted}
+        return {samples: _of_file(Path(text), request, samples) for samples in wanted}
     if ":" in text:
-        return _of_function(text, asked, list(wanted))
+        return _of_function(text, request, list(wanted))
     raise UserError(
-        "there is no such model", got=repr(text),
+        "unknown model", got=repr(text),
         expected=f"one of {', '.join(MODELS)}, a YAML file, or package.module:function",
         fix=did_you_mean(text, MODELS),
     )  # fmt: skip
 
 
 def batch_of(workers: int, batch: int | None, global_batch: int | None) -> int | None:
-    """How many samples each of ``workers`` trains on in a step; None for as many as the model's own batch has.
+    """The samples per worker and step; None for the model's own batch.
 
-    Raises UserError where ``global_batch`` cannot be shared out.
+    Raises UserError if ``global_batch`` does not divide among ``workers``.
     """
     if global_batch is None:
         return batch
     if batch is not None:
-        raise UserError("--batch and --global-batch do not go together", expected="one of them")
+        raise UserError("--batch and --global-batch exclude each other", expected="one of them")
     if global_batch % workers:
         few = global_batch < workers
         raise UserError(
-            "--global-batch has fewer samples than there are workers" if few
+            "--global-batch is smaller than the number of workers" if few
             else "--global-batch does not divide among the workers",
             got=f"{global_batch} samples for {workers} workers",
-            expected=f"a multiple of {workers}", fix="Give world sizes that divide it with --workers.",
+            expected=f"a multiple of {workers}", fix="Use --workers with divisors of it.",
         )  # fmt: skip
     return global_batch // workers
 
 
-def _chosen(known: Mapping[str, Value], name: str, option: str) -> Value:
-    if name not in known:
+def _chosen(choices: Mapping[str, Value], name: str, option: str) -> Value:
+    if name not in choices:
         raise UserError(
-            f"{option}: unknown name", got=repr(name), expected=f"one of {', '.join(known)}",
-            fix=did_you_mean(name, known),
+            f"{option}: unknown name", got=repr(name), expected=f"one of {', '.join(choices)}",
+            fix=did_you_mean(name, choices),
         )  # fmt: skip
-    return known[name]
+    return choices[name]
 
 
-def _that_ships(name: str, asked: _Asked, samples: int | None) -> Workload:
+def _that_ships(name: str, request: _ModelRequest, samples: int | None) -> Workload:
     table = MODELS[name]() if samples is None else MODELS[name](samples=samples)
-    workload = workload_of_table(table, asked.sheet, asked.optimizer, asked.precision or SINGLE)
-    return replace(workload, notes=asked.notes())
+    workload = workload_of_table(table, request.sheet, request.optimizer, request.precision or SINGLE)
+    return replace(workload, notes=request.notes())
 
 
-def _of_file(path: Path, asked: _Asked, samples: int | None) -> Workload:
+def _of_file(path: Path, request: _ModelRequest, samples: int | None) -> Workload:
     table = load_table(path)
-    if table.needs_device and asked.device_name is None:
+    if table.needs_device and request.device_name is None:
         raise UserError(
-            f"layer table {path} gives work rather than times for some layers",
+            f"layer table {path} has no times for some layers, only work",
             got="no --device",
             expected=f"--device {' or '.join(DEVICES)}",
         )
-    if asked.precision is not None and not table.needs_device:
-        raise UserError(f"layer table {path} gives times, which have their precision", got="--precision")
-    precision, is_mixed = asked.precision_of((table.dtype,))
-    device = asked.sheet.at(precision if table.needs_device else SINGLE)
+    if request.precision is not None and not table.needs_device:
+        raise UserError(
+            f"layer table {path} has fixed times, so the precision cannot change", got="--precision"
+        )
+    precision, is_mixed = request.precision_of((table.dtype,))
+    device = request.sheet.at(precision if table.needs_device else SINGLE)
     samples = samples or table.samples
-    times, notes = f"as in {path.name}", asked.notes() if precision == SINGLE else ()
+    times, notes = f"as in {path.name}", request.notes() if precision == SINGLE else ()
     if not table.needs_device:
         notes = ()
     else:
         times = f"{device.name} in {precision}"
     if table.fixed_part_is_unknown and samples != table.samples:
         notes += (
-            f"Times of layers in {path.name} are taken in proportion to the batch; give them at two batch sizes, as "
-            "in forward_ms: {32: 0.8, 64: 1.4}, and their fixed part counts.",
+            f"Times of layers in {path.name} are assumed proportional to the batch. To include their fixed part, give "
+            "them for two batch sizes, as in forward_ms: {32: 0.8, 64: 1.4}.",
         )
     workload = Workload(
         name=table.name,
@@ -183,33 +189,35 @@ def _of_file(path: Path, asked: _Asked, samples: int | None) -> Workload:
         layers=table.times(device, samples, halved=is_mixed),
         notes=notes,
     )
-    return workload.trained_by(asked.optimizer, asked.sheet.at().bytes_per_s)
+    return workload.trained_by(request.optimizer, request.sheet.at().bytes_per_s)
 
 
-def _of_function(text: str, asked: _Asked, batches: list[int | None]) -> dict[int | None, Workload]:
-    """At most two batches are costed, or timed; others follow from them."""
+def _of_function(text: str, request: _ModelRequest, batches: list[int | None]) -> dict[int | None, Workload]:
+    """Cost or time at most two batches, and interpolate the rest."""
     sizes = sorted(samples for samples in batches if samples is not None)
-    if len(batches) < 2 or not (asked.is_here or len(sizes) > 2):
-        return {samples: _function_at(text, asked, samples) for samples in batches}
-    found: dict[int | None, Workload] = {}
-    if None in batches or asked.is_here:
-        found[None] = _function_at(text, asked, None)
-    if asked.is_here:
-        return found | _timed_at(text, asked, sizes, found[None])
-    few, many = (_function_at(text, asked, samples) for samples in (sizes[0], sizes[-1]))
-    return found | {samples: between(few, many, samples) for samples in sizes}
+    if len(batches) < 2 or not (request.is_here or len(sizes) > 2):
+        return {samples: _function_at(text, request, samples) for samples in batches}
+    by_batch: dict[int | None, Workload] = {}
+    if None in batches or request.is_here:
+        by_batch[None] = _function_at(text, request, None)
+    if request.is_here:
+        return by_batch | _timed_at(text, request, sizes, by_batch[None])
+    few, many = (_function_at(text, request, samples) for samples in (sizes[0], sizes[-1]))
+    return by_batch | {samples: between(few, many, samples) for samples in sizes}
 
 
-def _timed_at(text: str, asked: _Asked, sizes: list[int], at_own: Workload) -> dict[int | None, Workload]:
-    """Times from the function's own batch, which fits on the device, and a smaller one; memory without any device."""
+def _timed_at(
+    text: str, request: _ModelRequest, sizes: list[int], at_own: Workload
+) -> dict[int | None, Workload]:
+    """Times from the function's own batch and a smaller one, which both fit on the device; memory from fake tensors."""
     if at_own.samples == 1:
         raise UserError(
-            f"{text}: one sample is not enough to time two batch sizes",
+            f"{text}: timing two batch sizes needs at least two samples",
             expected="a batch of two samples or more",
         )
     smaller = min(sizes[0], at_own.samples // 2)
-    timed = _function_at(text, asked, smaller)
-    modelled = _of_function(text, asked._replace(device_name=DEFAULT_DEVICE), list(sizes))
+    timed = _function_at(text, request, smaller)
+    modelled = _of_function(text, request._replace(device_name=DEFAULT_DEVICE), list(sizes))
     return {
         samples: replace(
             line := between(timed, at_own, samples),
@@ -219,7 +227,7 @@ def _timed_at(text: str, asked: _Asked, sizes: list[int], at_own: Workload) -> d
     }
 
 
-def _function_at(text: str, asked: _Asked, samples: int | None) -> Workload:
+def _function_at(text: str, request: _ModelRequest, samples: int | None) -> Workload:
     import torch
 
     from headway import torch_private
@@ -231,30 +239,33 @@ def _function_at(text: str, asked: _Asked, samples: int | None) -> Workload:
 
     here = torch_private.device_here()
     make = function_named(text)
-    built = Built(text, make, here if asked.is_here else torch.device("meta"), samples)
+    built = Built(text, make, here if request.is_here else torch.device("meta"), samples)
     spec = model_spec(built.module)
-    precision, is_mixed = asked.precision_of(parameter.dtype for parameter in spec.parameters)
-    if asked.is_here and precision == "tf32":
+    precision, is_mixed = request.precision_of(parameter.dtype for parameter in spec.parameters)
+    if request.is_here and precision == "tf32":
         raise UserError(
-            "--precision tf32 is not for --device here", expected="--precision bf16 or fp16, or none",
+            "--device here does not support --precision tf32", expected="--precision bf16 or fp16, or none",
             fix="Set torch.set_float32_matmul_precision in the function.",
         )  # fmt: skip
     built.autocast(_dtype(precision) if is_mixed else None)
     notes: tuple[str, ...] = ()
-    if asked.is_here:
-        LayerWork(built)  # a first pass, which meets faults of the module
+    if request.is_here:
+        LayerWork(built)  # a first pass that exposes faults of the module
         layers, error = timed_layers(built)
         times, bytes_per_s = f"timed on this machine ({here})", bytes_per_s_of(here)
     else:
-        layers, error = _costed(built, asked.sheet, precision, is_mixed=is_mixed)
-        times, bytes_per_s = f"{asked.sheet.at(precision).name} in {precision}", asked.sheet.at().bytes_per_s
-        notes = asked.notes() if precision == SINGLE else ()
+        layers, error = _costed(built, request.sheet, precision, is_mixed=is_mixed)
+        times, bytes_per_s = (
+            f"{request.sheet.at(precision).name} in {precision}",
+            request.sheet.at().bytes_per_s,
+        )
+        notes = request.notes() if precision == SINGLE else ()
     workload = Workload(
         name=text, batch=built.batch, samples=built.samples, times=times, spec=spec, layers=layers,
         times_error=error, notes=notes,
     )  # fmt: skip
     watched = built
-    if not asked.is_here:
+    if not request.is_here:
         watched = on_fake_tensors(text, make, samples)
         watched.autocast(_dtype(precision) if is_mixed else None)
     learned = {
@@ -262,7 +273,7 @@ def _function_at(text: str, asked: _Asked, samples: int | None) -> Workload:
         "ready_order": tuple(item.name for item in workload.timeline().items if item.kind == Point.READY),
         "pass_memory": pass_memory_of(watched),
     }
-    return replace(workload, spec=spec.model_copy(update=learned)).trained_by(asked.optimizer, bytes_per_s)
+    return replace(workload, spec=spec.model_copy(update=learned)).trained_by(request.optimizer, bytes_per_s)
 
 
 def _dtype(precision: str) -> torch.dtype:
@@ -274,7 +285,7 @@ def _dtype(precision: str) -> torch.dtype:
 def _costed(
     built: Built, sheet: DataSheet, precision: str, *, is_mixed: bool
 ) -> tuple[tuple[LayerTimes, ...], float]:
-    """Modelled times of layers, and by which share they may be off."""
+    """Modelled times of layers, and their relative error."""
     from headway.prediction.costing import LayerWork
 
     device, owned = sheet.at(precision), built.layers

@@ -1,4 +1,4 @@
-"""What optimizers cost: state in addition to each parameter, and an update that does nothing but move memory."""
+"""Costs of optimizers: memory for state, and the time of an update that is bound by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """``states`` tensors of a parameter's size, and ``passes`` over memory of that size in an update.
+    """An optimizer with ``states`` tensors per parameter, and ``temporaries`` more during an update.
 
-    ``temporaries`` more are there while it updates all parameters at once, as torch does on accelerators. An update
-    reads parameter, gradient and states, and writes parameter and states.
+    Temporaries exist because torch updates all parameters at once on accelerators. An update reads parameter, gradient
+    and states, and writes parameter and states.
     """
 
     name: str
@@ -20,22 +20,25 @@ class Optimizer:
 
     @property
     def passes(self) -> int:
-        """How often the bytes of all parameters pass between memory and device."""
+        """How often an update moves the bytes of all parameters."""
         return 3 + 2 * self.states
 
     def state_bytes(self, parameter_bytes: int) -> int:
-        """What it holds for parameters of so many bytes."""
+        """The bytes of state for ``parameter_bytes`` of parameters."""
         return self.states * parameter_bytes
 
     def update_bytes(self, parameter_bytes: int) -> int:
-        """What an update of parameters of so many bytes needs besides."""
+        """The bytes of temporaries for ``parameter_bytes`` of parameters."""
         return self.temporaries * parameter_bytes
 
     def update_ns(self, parameter_bytes: int, bytes_per_s: float) -> int:
-        """How long one update of all takes."""
+        """The time of one update of all parameters, in ns."""
         return round(self.passes * parameter_bytes / bytes_per_s * 1e9)
 
 
 OPTIMIZERS = MappingProxyType(
-    {each.name: each for each in (Optimizer("sgd", 0), Optimizer("momentum", 1), Optimizer("adam", 2, 1))}
+    {
+        optimizer.name: optimizer
+        for optimizer in (Optimizer("sgd", 0), Optimizer("momentum", 1), Optimizer("adam", 2, 1))
+    }
 )

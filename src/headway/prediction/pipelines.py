@@ -1,4 +1,4 @@
-"""A model that nobody has run yet as a pipeline: cut into stages, placed on workers, and replayed."""
+"""Predicts pipelines for an unsplit model: splits it into stages, places them on workers, and simulates them."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import Split, SplitLayer, split
 
 MICRO_BATCHES_A_STAGE = 4
-SPLITS = 3  # that are replayed, and one that is even
+SPLITS = 3  # replayed splits, besides an even one
 NAMED_HOSTS = 16
-REPLICATED = {each.name: each for each in (DistributedDataParallelStrategy(), DecoupledStrategy())}
-CHANCE_STEPS = 40  # that are played where some are slow by chance
+REPLICATED = {
+    strategy.name: strategy for strategy in (DistributedDataParallelStrategy(), DecoupledStrategy())
+}
+CHANCE_STEPS = 40  # simulated steps if some are randomly slow
 TENSOR = "tensor"
 
 
 class PredictedPipeline(PipelineStrategy):
-    """A pipeline for a model that has not been cut yet."""
+    """A pipeline strategy for a model that is not split yet."""
 
     stages: int | None = Field(default=None, ge=2, le=4096)
-    """How many stages the model is cut into; by default as many as there are workers. With more workers there are as
-    many pipelines side by side."""
+    """The number of stages per pipeline; by default the number of workers. More workers run parallel pipelines."""
     interleave: int = Field(default=1, ge=1, le=256)
-    """How many times as many stages there are, of which each worker of a pipeline has so many, in turn."""
+    """How many stages each worker of a pipeline holds, in turn; the model has this many times more stages."""
     tensor: int = Field(default=1, ge=1, le=4096)
-    """How many workers of a host share each layer (tensor parallelism). It is predicted only."""
+    """The workers of a host that share each layer (tensor parallelism); only predictions support it."""
     replicas: Literal["ddp", "decoupled"] = "ddp"
-    """How the replicas of a stage add up gradients, where there are several pipelines."""
+    """How the replicas of a stage reduce gradients, if there are several pipelines."""
 
     @model_validator(mode="after")
     def _orders_of_several_stages(self) -> PredictedPipeline:
@@ -65,12 +66,12 @@ class PredictedPipeline(PipelineStrategy):
         return self
 
     def applies(self, workers: int) -> bool:
-        """Whether so many workers make whole pipelines."""
+        """Whether this number of workers divides into whole pipelines."""
         groups, left = divmod(workers, self.tensor)
         return groups > 1 and not left and groups % (self.stages or groups) == 0
 
     def on_ranks(self, micro_batches: int) -> PipelineStrategy:
-        """The order of a pipeline with so many micro-batches."""
+        """The pipeline strategy to run, with this number of micro-batches."""
         order = "interleaved" if self.interleave > 1 and self.order not in LOOPED_ORDERS else self.order
         return self.model_copy(
             update={
@@ -85,7 +86,7 @@ class PredictedPipeline(PipelineStrategy):
 
 @dataclass(frozen=True, slots=True)
 class PlacedStage:
-    """A stage: the layer that it begins at, and the names of the hosts that have it, those of the replicas in turn."""
+    """A stage: its first layer, and the hosts of its replicas in order."""
 
     stage: int
     begins_at: str
@@ -94,9 +95,9 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPipelines:
-    """Which workers have which stage: along ``mesh``, the outermost dimension first, over ``hosts`` in this order.
+    """The placement of stages: along ``mesh`` (outermost dimension first), over ``hosts`` in this order.
 
-    Of the pipelines ``played`` were, and stand for others that do the same at the same moment.
+    ``played`` pipelines were simulated; they represent identical ones.
     """
 
     mesh: Mapping[str, int]
@@ -106,17 +107,17 @@ class PlacedPipelines:
     stages: tuple[PlacedStage, ...]
 
     def describe(self) -> str:
-        """Say which host has which stage; of more than ``NAMED_HOSTS`` how many have the first and the last."""
+        """Describe the hosts of each stage; with more than ``NAMED_HOSTS``, only of the first and last stage."""
         if len(self.hosts) > NAMED_HOSTS:
             first, last = self.stages[0], self.stages[-1]
-            return f"stage 0 on {_span(first.hosts)}, and so on to stage {last.stage} on {_span(last.hosts)}"
-        said = []
+            return f"stage 0 on {_span(first.hosts)}, up to stage {last.stage} on {_span(last.hosts)}"
+        descriptions = []
         for hosts, alike in groupby(self.stages, key=lambda stage: stage.hosts):
             numbers = [stage.stage for stage in alike]
             several = len(numbers) > 1
             which = f"stages {numbers[0]} to {numbers[-1]}" if several else f"stage {numbers[0]}"
-            said.append(f"{which} on {', '.join(hosts)}")
-        return "; ".join(said)
+            descriptions.append(f"{which} on {', '.join(hosts)}")
+        return "; ".join(descriptions)
 
 
 def _span(hosts: Sequence[str]) -> str:
@@ -125,9 +126,9 @@ def _span(hosts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlayed:
-    """The fastest of the pipelines that were replayed, and what is to be said of it.
+    """The fastest simulated pipeline, with its placement and notes.
 
-    All-reduces within layers take ``tensor_ns`` of its computation.
+    ``tensor_ns`` is the part of its computation that all-reduces within layers take.
     """
 
     simulation: Simulation
@@ -139,9 +140,9 @@ class PipelinePlayed:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A candidate's mesh and order of hosts, and the same with pipelines that do the same some ranks apart.
+    """A candidate's mesh and order of hosts, and an equivalent layout that lets identical pipelines be folded.
 
-    Rank ``r`` of the latter computes as rank ``r`` modulo ``known_ranks``; all are known where that is None.
+    In the equivalent layout, rank ``r`` behaves like rank ``r`` modulo ``known_ranks``; None means no such symmetry.
     """
 
     mesh: Mapping[str, int]
@@ -152,7 +153,7 @@ class _Layout:
 
     @classmethod
     def of(cls, cluster: Cluster, mesh: Mapping[str, int], order: tuple[int, ...]) -> _Layout:
-        """Where stages are the outer dimension, replicas on a host stay together, and each stage's hosts part."""
+        """If stages are the outer dimension, keep replicas on a host together and split a stage's hosts into blocks."""
         stages, replicas = mesh[PIPELINE], mesh.get(DATA, 1)
         if next(iter(mesh)) == DATA:
             return cls(mesh, order, mesh, order, stages)
@@ -174,28 +175,28 @@ def play_pipeline(
     *,
     fold: bool = True,
 ) -> PipelinePlayed:
-    """Cut ``workload`` into stages in the ways that promise most, replay them on ``cluster``, and take the fastest.
+    """Split ``workload`` into stages in the most promising ways, simulate them on ``cluster``, and take the fastest.
 
-    Each pipeline of S stages trains on S workers' batches. Times of layers are taken to be in proportion to the size of
-    a micro-batch. ``cluster`` is as under ``what_if``; stages are cut for workers that are alike. Pipelines that do
-    the same are played once, unless ``fold`` is False. Raises UserError where the workers make no whole pipelines,
-    or the model cannot be cut so often.
+    A pipeline of S stages trains on the batches of S workers. Layer times are assumed proportional to the size of a
+    micro-batch. ``cluster`` already reflects ``what_if``; splits assume identical workers. Identical pipelines are
+    simulated once, unless ``fold`` is False. Raises UserError if the workers do not divide into whole pipelines, or the
+    model cannot be split into that many stages.
     """
     ranks, micro_batches = _sizes(workload, cluster, strategy)
     stages = ranks * strategy.interleave
-    own = strategy.on_ranks(micro_batches)
+    on_ranks = strategy.on_ranks(micro_batches)
     grouped = on_groups(cluster, strategy.tensor)
     sharing = with_all_reduces(workload, cluster, strategy.tensor, ranks / micro_batches, what_if.compute)
     replicas = grouped.world_size // ranks
     model = _cut_model(sharing, CHANCE_STEPS if what_if.incidents.slow_share else 1)
     layers = split_layers(model, sharing.layers, ranks / micro_batches * what_if.compute)
-    found: list[tuple[Simulation, Split, _Layout]] = []
+    results: list[tuple[Simulation, Split, _Layout]] = []
     for mesh, order in places(grouped, layers, stages, replicas, micro_batches):
         layout = _Layout.of(grouped, mesh, order)
         in_turn = groups_along(mesh, PIPELINE)[0]
-        for each in _splits(layers, stages, micro_batches, reordered(grouped, order), in_turn, strategy):
+        for candidate in _splits(layers, stages, micro_batches, reordered(grouped, order), in_turn, strategy):
             job = cut_job(
-                model, reordered(grouped, layout.played_order), each, micro_batches, layout.played_mesh,
+                model, reordered(grouped, layout.played_order), candidate, micro_batches, layout.played_mesh,
                 known_ranks=layout.known_ranks,
             )  # fmt: skip
             factors = _factors(grouped, layout.played_order, what_if.rank_factors, strategy.tensor)
@@ -204,11 +205,11 @@ def play_pipeline(
                 computation=job.steps.scaled(what_if.compute, factors),
                 incidents=what_if.incidents if what_if.incidents.are_there else job.incidents,
             )
-            composed: Strategy = own
+            composed: Strategy = on_ranks
             if replicas > 1:
-                composed = MeshStrategy(pipeline=own, data=REPLICATED[strategy.replicas])
-            found.append((simulate(job, composed, fold=fold), each, layout))
-    best, cut, layout = min(found, key=lambda each: each[0].step_ms)
+                composed = MeshStrategy(pipeline=on_ranks, data=REPLICATED[strategy.replicas])
+            results.append((simulate(job, composed, fold=fold), candidate, layout))
+    best, cut, layout = min(results, key=lambda candidate: candidate[0].step_ms)
     where = _where(sharing, grouped, cut, micro_batches, layout, strategy.tensor, best.graph.ranks // ranks)
     tied = tied_bytes(model, cut)
     notes = tuple(_notes(cluster, where, strategy, replicas, tied))
@@ -219,7 +220,7 @@ def play_pipeline(
 def _factors(
     cluster: Cluster, order: Sequence[int], of_workers: Mapping[int, float], tensor: int
 ) -> dict[int, float]:
-    """How many times as long computation takes on ranks of hosts in ``order``: a group waits for its slowest worker."""
+    """Slowdown of computation by rank, for hosts in ``order``; a group is as slow as its slowest worker."""
     firsts, first = [], 0
     for host in cluster.hosts:
         firsts.append(first)
@@ -275,16 +276,16 @@ def _notes(
         yield f"stages in the order of hosts {', '.join(where.hosts)}"
     if where.played < replicas:
         yield (
-            f"of {replicas} pipelines that do the same at the same moment {where.played} "
-            f"{'was' if where.played == 1 else 'were'} played, with the all-reduces of all"
+            f"{where.played} of {replicas} identical pipelines "
+            f"{'was' if where.played == 1 else 'were'} simulated, with the all-reduces of all"
         )
     if strategy.tensor > 1:
         yield (
             f"each layer is shared by {strategy.tensor} workers of a host, with two all-reduces forward and two back "
-            "where the model may be cut; Headway cannot run that"
+            "per block; Headway cannot run that"
         )
     if tied:
-        yield "the all-reduce of gradients of weights that stages share is in the uncertainty alone"
+        yield "the all-reduce of shared weights' gradients only counts in the uncertainty"
 
 
 def _cut_model(workload: Workload, steps: int) -> CutModel:
@@ -293,37 +294,37 @@ def _cut_model(workload: Workload, steps: int) -> CutModel:
 
 
 def _sizes(workload: Workload, cluster: Cluster, strategy: PredictedPipeline) -> tuple[int, int]:
-    """How many ranks a pipeline has, and how many micro-batches."""
+    """The ranks per pipeline, and the number of micro-batches."""
     workers = cluster.world_size
     if not strategy.applies(workers):
         raise UserError(
-            "the workers do not make whole pipelines", got=f"{workers} workers",
-            expected=f"a multiple of {(strategy.stages or 2) * strategy.tensor}", fix="Give pipeline:stages=N.",
+            "the workers do not divide into whole pipelines", got=f"{workers} workers",
+            expected=f"a multiple of {(strategy.stages or 2) * strategy.tensor}", fix="Use pipeline:stages=N.",
         )  # fmt: skip
     ranks = strategy.stages or workers // strategy.tensor
     stages = ranks * strategy.interleave
     most = 1 + sum(layer.cut_bytes > 0 for layer in workload.layers[:-1])
     if most == 1:
         raise UserError(
-            "nothing says where the model may be cut into stages", got=workload.name,
-            expected="cut_bytes of some layers, the size of what is passed on behind them",
-            fix="Give a layer table in a YAML file, with cut_bytes, or one of the models that ship.",
+            "the model has no layer after which it may be split into stages", got=workload.name,
+            expected="layers with cut_bytes, the size of their output",
+            fix="Use a layer table (YAML file) with cut_bytes, or one of the bundled models.",
         )  # fmt: skip
     if stages > most:
         raise UserError(
-            "the model cannot be cut into so many stages", got=f"{stages}", expected=f"at most {most}",
-            fix=f"Give pipeline:stages=N with N up to {most // strategy.interleave}, a divisor of "
+            "the model cannot be split into that many stages", got=f"{stages}", expected=f"at most {most}",
+            fix=f"Use pipeline:stages=N with N up to {most // strategy.interleave}, a divisor of "
             f"{workers // strategy.tensor}.",
         )  # fmt: skip
     samples = workload.samples * ranks * strategy.tensor
     most_in_turn = min(MICRO_BATCHES_A_STAGE * ranks, samples)
     if strategy.interleave > 1 and most_in_turn >= ranks:
-        most_in_turn -= most_in_turn % ranks  # they go through stages in rounds
+        most_in_turn -= most_in_turn % ranks  # micro-batches pass through stages in rounds
     micro_batches = strategy.micro_batches or most_in_turn
     if micro_batches > samples:
         raise UserError(
             "a pipeline has fewer samples than micro-batches", got=f"{micro_batches} micro-batches",
-            expected=f"at most {samples}, {workload.samples} a worker",
+            expected=f"at most {samples}, {workload.samples} per worker",
         )  # fmt: skip
     return ranks, micro_batches
 
@@ -338,11 +339,14 @@ def _splits(
 ) -> tuple[Split, ...]:
     if strategy.split_points:
         return (cut_by_hand(layers, stages, strategy.split_points),)
-    # Where messages decide, stages may be uneven at no cost, but what replicas add up is not.
+    # Messages may favor uneven stages, but the all-reduces of replicas favor even ones, so try both.
     even = split(layers, stages, micro_batches, lambda _stage, _size_bytes: 0.0)
     return tuple(
         dict.fromkeys(
-            Split(each.ends, 0.0, 0.0)
-            for each in (*split(layers, stages, micro_batches, passing(cluster, ranks), keep=SPLITS), *even)
+            Split(candidate.ends, 0.0, 0.0)
+            for candidate in (
+                *split(layers, stages, micro_batches, passing(cluster, ranks), keep=SPLITS),
+                *even,
+            )
         )
     )

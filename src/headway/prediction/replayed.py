@@ -1,4 +1,4 @@
-"""One strategy over one workload on one cluster, played: the same graph and engine as for a recorded job."""
+"""Predicts one strategy for a workload on a cluster, with the same simulation as for recorded jobs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import carried_out_by, plugin_of
 
-UNLIKE = 0.03  # of computation: by how much the slowest of real workers takes longer than the mean
+UNLIKE = 0.03  # by which share of computation the slowest real worker exceeds the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted step of a model under ``strategy`` with ``workers``.
 
-    ``uncertainty_ms`` is by how much the step may be off because of errors in the times of layers and the costs of
-    collectives. The former move all predictions of a model alike; ``links_ms`` is the latter alone. ``efficiency`` is
-    the share of the throughput that as many workers would have if each computed its whole step by itself; it is at
-    most 1, though a strategy that hides updates may be faster than that. ``exposed_ms`` is the communication that
-    computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
-    ``ignored`` says what of the strategy the cluster's library ignores or refuses. ``changes_training`` says what the
-    strategy changes of what is trained, and ``permissions`` are those that it needs. ``is_mean_iteration`` says that
-    ranks do not finish their steps together. ``pipelines`` say where stages are, and ``samples`` is a
-    worker's batch.
+    ``uncertainty_ms`` covers errors in layer times, which move all predictions for a model alike, and in the costs of
+    collectives (alone: ``links_ms``). ``efficiency`` is the throughput relative to workers without communication,
+    at most 1. ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how the model was split,
+    and what the prediction leaves out. ``ignored`` lists options of the strategy that the cluster's library
+    ignores or refuses. ``changes_training`` says how the strategy changes training, and ``permissions`` which permissions
+    it needs. ``is_mean_iteration`` marks asynchronous strategies. ``pipelines`` has the placement of stages, and
+    ``samples`` is the batch of one worker.
     """
 
     workers: int
@@ -61,11 +59,11 @@ class Prediction:
     samples: int = 0
 
     def recommended(self, allow: Collection[str]) -> bool:
-        """Whether its strategy may be chosen with what the user has permitted."""
+        """Whether ``allow`` permits the strategy."""
         return permitted(self.permissions, allow)
 
     def to_document(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """The output of ``--json``."""
         return {**asdict(self), "permission": ", ".join(self.permissions)}
 
 
@@ -76,11 +74,10 @@ def predict(
     strategy: Strategy,
     what_if: WhatIf = WhatIf(),  # noqa: B008
 ) -> Prediction:
-    """Play ``workload`` on ``cluster`` under ``what_if``, until its steps are the same, and take the last.
+    """Simulate ``workload`` on ``cluster`` under ``what_if`` until steps repeat, and return the last step.
 
-    Workers are all alike but for ``what_if``; where steps are slow by chance it is the mean of several. Raises
-    UserError if the graph would be too large or times are out of range, where it cannot be the pipelines that
-    ``strategy`` says.
+    Workers are identical except for ``what_if``; with random slow steps, returns the mean over several. Raises UserError
+    if the graph is too large, times are out of range, or the workload cannot form the pipelines of ``strategy``.
     """
     job = _job(workload, cluster, strategy, what_if)
     cluster = job.on
@@ -103,7 +100,7 @@ def predict(
     parts_ns: dict[str, float] = defaultdict(float)
     for span in played.graph.spans:
         if played.first_step <= span.step < played.first_step + steps:
-            # Of folded ranks, and of all but a pipeline's, one is as the others.
+            # Average over ranks; folded ranks are represented by one.
             parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks / steps
     exposed_ns = step_ns - sum(parts_ns.values()) + tensor_ns
     tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
@@ -137,9 +134,9 @@ def predict(
 
 
 def _uncertainty_ms(workload: Workload, cluster: Cluster, links_ms: float, exposed_ms: float) -> float:
-    """By how much a step may be off: by the times of layers, by links, and by workers that are not alike.
+    """The uncertainty of a step: errors of layer times, links, and differences between workers.
 
-    Where nobody measured what collectives cost on the cluster, rates and latencies are those of data sheets.
+    If collectives were not measured on the cluster, rates and latencies come from data sheets and are less certain.
     """
     computation_ms = workload.computation_ns / 1e6
     several = cluster.world_size > 1
@@ -156,7 +153,7 @@ def _job(workload: Workload, cluster: Cluster, strategy: Strategy, what_if: What
     if what_if == WhatIf():
         return workload.job(cluster)
     if what_if.workers is not None:
-        raise UserError("--what-if workers is not for predictions", fix="Use --workers.")
+        raise UserError("predictions do not support --what-if workers", fix="Use --workers.")
     job = what_if.rewrite(workload.job(cluster))
     if not job.incidents.slow_share:
         return job
@@ -166,7 +163,7 @@ def _job(workload: Workload, cluster: Cluster, strategy: Strategy, what_if: What
 
 
 def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, outcome: Outcome) -> Prediction:
-    """The mean iteration of a rank where ranks do not finish steps together."""
+    """The prediction for an asynchronous strategy: the mean iteration of a rank."""
     step_ms, standing_ms = outcome.step_ms, outcome.standing_ms
     links_ms = outcome.cost_error * standing_ms
     return Prediction(

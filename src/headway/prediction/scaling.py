@@ -1,4 +1,4 @@
-"""Predictions over world sizes, and where one strategy overtakes another."""
+"""Predicts strategies over world sizes, and finds where one overtakes another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.prediction.workload import Workload
 from headway.simulator.what_if import WhatIf
 from headway.strategies.base import Strategy
 
-NOTICED = 0.002  # a difference that is said to be one
+NOTICED = 0.002  # relative difference that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Crossover:
     above: int
 
     def to_document(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """The output of ``--json``."""
         return asdict(self)
 
 
@@ -45,72 +45,71 @@ def scaling(
     all_needed: bool = True,
     sized: Mapping[int, Workload] = MappingProxyType({}),
 ) -> list[Prediction]:
-    """Every strategy at every world size, whose hosts are those of ``cluster`` in turn, under ``what_if``.
+    """Predict every strategy at every world size, on resized versions of ``cluster``, under ``what_if``.
 
-    ``sized`` has the workload by numbers of workers where it is not ``workload``, as of a fixed global batch.
+    ``sized`` overrides ``workload`` for some numbers of workers, for a fixed global batch.
 
-    Sizes below the last at which workers make no whole pipelines are left out for pipelines. A strategy of another
-    package that fails raises PluginFaultError, or is left out with a warning where not ``all_needed``.
+    Pipelines skip world sizes (except the last) that do not divide into whole pipelines. If a third-party strategy
+    fails, raises PluginFaultError, or skips it with a warning unless ``all_needed``.
     """
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     failed: set[str] = set()
     for workers in world_sizes:
-        resized, own = cluster.resized(workers), sized.get(workers, workload)
+        resized, sized_workload = cluster.resized(workers), sized.get(workers, workload)
         for name, strategy in strategies.items():
             skipped = isinstance(strategy, PredictedPipeline) and not strategy.applies(workers)
             if skipped and workers != world_sizes[-1]:
                 continue
             try:
                 with asking("strategy", strategy):
-                    found.append(predict(own, resized, name, strategy, what_if))
+                    predictions.append(predict(sized_workload, resized, name, strategy, what_if))
             except PluginFaultError as fault:
                 leave_out(fault, needed=strategy.name if all_needed else "")
                 failed.add(name)
-            progress(len(found), len(world_sizes) * len(strategies))
-    return [each for each in found if each.strategy not in failed]
+            progress(len(predictions), len(world_sizes) * len(strategies))
+    return [prediction for prediction in predictions if prediction.strategy not in failed]
 
 
 ALIKE = 0.01
 
 
 def best_of(predictions: Sequence[Prediction], allow: Collection[str] = ()) -> Prediction:
-    """The fastest of those that may be recommended with what is permitted; where none may, the fastest of all.
+    """The fastest prediction that ``allow`` permits; the fastest of all if none is permitted.
 
-    Of those that look alike it is the first named, and one that changes nothing of what is trained.
+    Ties go to a strategy that does not change training, then to the first one named.
     """
     among = [prediction for prediction in predictions if prediction.recommended(allow)] or predictions
-    return min(among, key=lambda each: (round(each.step_ms, 1), bool(each.changes_training)))
+    return min(among, key=lambda candidate: (round(candidate.step_ms, 1), bool(candidate.changes_training)))
 
 
-def indistinct(one: Prediction, other: Prediction, times_error: float) -> bool:
-    """Whether errors may turn the order of two predictions of one model on as many workers.
+def indistinct(first: Prediction, second: Prediction, times_error: float) -> bool:
+    """Whether errors could reverse the order of two predictions for the same model and number of workers.
 
-    All layers' times are off by the same share, which moves both steps alike, but for the communication that is not
-    hidden: what it adds to a step may be off by that share of it. No model of layers tells apart steps within
-    ``ALIKE`` of each other.
+    An error in the times of layers moves both steps alike, except for exposed communication, which may be off by that
+    share. Steps within ``ALIKE`` of each other always count as indistinct.
     """
-    of_times_ms = times_error * max(one.exposed_ms, other.exposed_ms)
-    errors_ms = math.hypot(one.links_ms, other.links_ms, of_times_ms)
-    return abs(one.step_ms - other.step_ms) <= max(errors_ms, ALIKE * min(one.step_ms, other.step_ms))
+    of_times_ms = times_error * max(first.exposed_ms, second.exposed_ms)
+    errors_ms = math.hypot(first.links_ms, second.links_ms, of_times_ms)
+    return abs(first.step_ms - second.step_ms) <= max(errors_ms, ALIKE * min(first.step_ms, second.step_ms))
 
 
 def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
-    """Every change of the faster of two strategies, between world sizes that were predicted one after the other."""
+    """Find where one strategy overtakes another between consecutive world sizes."""
     by_size: dict[int, dict[str, float]] = {}
     for prediction in predictions:
         by_size.setdefault(prediction.workers, {})[prediction.strategy] = prediction.step_ms
     sizes = sorted(by_size)
-    names = list(dict.fromkeys(each.strategy for each in predictions))
+    names = list(dict.fromkeys(result.strategy for result in predictions))
     return [
-        Crossover(name, other, before, after)
+        Crossover(name, rival, before, after)
         for before, after in pairwise(sizes)
         for name in names
-        for other in names
-        if _faster(by_size[before], name, other) and _faster(by_size[after], other, name)
+        for rival in names
+        if _faster(by_size[before], name, rival) and _faster(by_size[after], rival, name)
     ]
 
 
-def _faster(step_ms: Mapping[str, float], one: str, other: str) -> bool:
-    if one not in step_ms or other not in step_ms:
+def _faster(step_ms: Mapping[str, float], name: str, rival: str) -> bool:
+    if name not in step_ms or rival not in step_ms:
         return False
-    return step_ms[one] < step_ms[other] * (1 - NOTICED)
+    return step_ms[name] < step_ms[rival] * (1 - NOTICED)

@@ -1,4 +1,4 @@
-"""Strategies as people name them on the command line."""
+"""Parses the strategies of ``headway predict --strategy``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MOST_ALTERNATIVES = 64
 
 
 def strategies_named(texts: Iterable[str], workload: Workload) -> dict[str, Strategy]:
-    """The strategies that ``texts`` name, each under its text; the usual ones for none.
+    """Parse ``texts`` into strategies by text; without texts, returns the default ones.
 
-    A text with alternatives, as in ``ddp:bucket_cap_mb=5|25``, names a strategy for each. Raises UserError for a name
-    or an option that there is not, PlanError for a plan that was made for another model.
+    A text with alternatives, such as ``ddp:bucket_cap_mb=5|25``, gives one strategy for each. Raises UserError for an
+    unknown name or option, and PlanError for a plan for another model.
     """
     return {
-        each: _named(each, workload)
+        choice: _named(choice, workload)
         for text in (tuple(texts) or usual())
-        for each in ([text] if _is_plan_file(text) else alternatives(text, MOST_ALTERNATIVES, "--strategy"))
+        for choice in ([text] if _is_plan_file(text) else alternatives(text, MOST_ALTERNATIVES, "--strategy"))
     }
 
 
@@ -42,7 +42,7 @@ def _is_plan_file(text: str) -> bool:
 
 
 def usual() -> tuple[str, ...]:
-    """The strategies that are predicted by default."""
+    """The strategies to predict by default."""
     return tuple(
         f"{name}:{options}".rstrip(":")
         for name, plugin in registry.plugins().items()
@@ -56,32 +56,32 @@ def _named(text: str, workload: Workload) -> Strategy:
         plan.check(workload.spec, plan.world_size)
         if plan.passes:
             raise UserError(
-                "a plan with passes cannot be predicted without a trace",
+                "predicting a plan with passes requires a trace",
                 got=", ".join(pass_.describe() for pass_ in plan.passes),
                 expected="a plan without passes",
-                fix="Replay a recording of the job under it: headway replay --plan.",
+                fix="Replay a recording of the job under the plan: headway replay --plan.",
             )
         return plan.strategy
     name, _, options = text.partition(":")
     registry.check_usable(name)
     if name not in registry.names():
         raise UserError(
-            "there is no such strategy",
+            "unknown strategy",
             got=repr(text),
             expected=f"{FORM}; {' or '.join(registry.names())}",
             fix=did_you_mean(name, registry.names()),
         )
-    given: dict[str, object] = {}
+    values: dict[str, object] = {}
     for key, value in options_in(options, f"--strategy {name}"):
-        if key in given:
+        if key in values:
             raise UserError(
-                f"--strategy {name}: {key} is given twice", got=repr(text), expected="one of them"
+                f"--strategy {name}: duplicate option {key}", got=repr(text), expected="each option once"
             )
         try:
-            given[key] = yaml.safe_load(value)
+            values[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
             raise UserError(f"--strategy {name}: {key} cannot be read", got=repr(value)) from None
-    today, options_today = registry.of_today(name, given)
+    today, options_today = registry.of_today(name, values)
     policy = registry.policy_named(today)
     if policy is PipelineStrategy:
         policy = PredictedPipeline

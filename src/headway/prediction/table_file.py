@@ -1,4 +1,4 @@
-"""Layer tables in YAML files: a model as its layers, with their times or with their work."""
+"""Reads layer tables: YAML files that describe a model by the times or the work of its layers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MAX_LAYERS = 100_000
 
 
 class LayerRow(BaseModel):
-    """One layer: its parameters by name and shape, and its times (ms), or its work for the table's batch.
+    """One layer: parameter shapes by name, and its times (ms) or its work for the table's batch.
 
-    Times and work may be given at two batch sizes, by their samples, which tells their fixed part.
+    Times and work may be given for two batch sizes (samples -> value), which reveals their fixed part.
 
-    ``tied`` are full names of parameters of other layers that it also uses. ``kept_bytes`` is what its forward leaves
-    for backward; with ``cut_bytes``, what is passed on behind it, a pipeline may be cut there.
+    ``tied`` lists the full names of other layers' parameters that it also uses. ``kept_bytes`` is the memory that its
+    forward saves for backward. ``cut_bytes`` is the size of its output; a pipeline may be split after layers that set it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,7 +60,7 @@ class LayerRow(BaseModel):
         if (self.forward_ms is None) == (self.flops is None):
             raise ValueError(f"layer {self.name!r} needs either forward_ms or flops")
         if self.backward_ms is not None and isinstance(self.backward_ms, dict) != self.is_by_batch:
-            raise ValueError(f"layer {self.name!r} gives only one of its times at two batch sizes")
+            raise ValueError(f"layer {self.name!r} needs both times for two batch sizes, or neither")
         for name, shape in self.parameters.items():
             if math.prod(shape) > MAX_NUMEL:
                 raise ValueError(
@@ -70,17 +70,17 @@ class LayerRow(BaseModel):
 
     @property
     def is_by_batch(self) -> bool:
-        """Whether its time is given at two batch sizes."""
+        """Whether the time is given for two batch sizes."""
         return isinstance(self.forward_ms, dict)
 
     @property
     def numel(self) -> int:
-        """The number of elements of its parameters."""
+        """The number of parameter elements."""
         return sum(math.prod(shape) for shape in self.parameters.values())
 
 
 class TableFile(BaseModel):
-    """A model for one batch of ``samples``, its layers in the order of forward."""
+    """A model for a batch of ``samples``, with its layers in the order of forward."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -97,33 +97,31 @@ class TableFile(BaseModel):
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         names = [layer.name for layer in self.layers]
         if len(set(names)) != len(names):
-            raise ValueError("layer names repeat")
+            raise ValueError("duplicate layer names")
         full = [f"{layer.name}.{name}" for layer in self.layers for name in layer.parameters]
-        known = set(full)
-        if len(known) != len(full):
+        unique = set(full)
+        if len(unique) != len(full):
             raise ValueError("two parameters have the same full name, LAYER.PARAMETER")
         for layer in self.layers:
             for name in layer.tied:
-                if name not in known:
+                if name not in unique:
                     raise ValueError(f"layer {layer.name!r} is tied to an unknown parameter: {name!r}")
-        if not known:
+        if not unique:
             raise ValueError("no layer has parameters, so nothing is trained")
         return self
 
     @property
     def needs_device(self) -> bool:
-        """Whether times follow from work and a device."""
+        """Whether a device is needed to turn work into times."""
         return any(layer.forward_ms is None for layer in self.layers)
 
     @property
     def fixed_part_is_unknown(self) -> bool:
-        """Whether a layer's time at another batch is a guess, in proportion to the samples."""
+        """Whether times at another batch are guessed in proportion to the samples."""
         return any(layer.forward_ms is not None and not layer.is_by_batch for layer in self.layers)
 
     def spec(self, samples: int, *, halved: bool = False) -> ModelSpec:
-        """The model as communication decisions see it, for a batch of ``samples``, with activations of half the size
-        in mixed precision.
-        """
+        """The model specification for a batch of ``samples``; ``halved`` halves activations for mixed precision."""
         parameters = tuple(
             ParameterSpec(name=f"{layer.name}.{name}", shape=shape, dtype=self.dtype, module=layer.name)
             for layer in self.layers
@@ -137,9 +135,9 @@ class TableFile(BaseModel):
         )
 
     def times(self, device: Device, samples: int, *, halved: bool = False) -> tuple[LayerTimes, ...]:
-        """Each layer's times for a batch of ``samples``: as they stand there, or its work on ``device``.
+        """Each layer's times for a batch of ``samples``: from the table, or computed from its work on ``device``.
 
-        ``halved`` is work in mixed precision.
+        ``halved`` computes in mixed precision.
         """
         return tuple(self._times(layer, device, samples, halved=halved) for layer in self.layers)
 
@@ -169,7 +167,7 @@ class TableFile(BaseModel):
         )
 
     def _work(self, layer: LayerRow, samples: int) -> Work:
-        """Parameters are read whatever the batch, and as many kernels are launched."""
+        """The layer's work; reading parameters and launching kernels do not depend on the batch."""
         assert layer.flops is not None
         moved = layer.moved_bytes
         if not isinstance(moved, dict):
@@ -182,7 +180,7 @@ class TableFile(BaseModel):
 
 
 def load_table(path: Path) -> TableFile:
-    """Read a layer table. Raises UserError where it is missing, damaged or does not validate."""
+    """Read a layer table. Raises UserError if the file is missing or invalid."""
     return files.parse_yaml(
         files.read_text(path, UserError, "layer table"), TableFile, UserError, f"layer table {path}"
     )

@@ -1,9 +1,9 @@
-"""Tensor parallelism within hosts, for predictions: groups of workers that share every layer, as one worker each.
+"""Predicts tensor parallelism within hosts (Megatron-LM, arXiv 1909.08053).
 
-The workers of a group do the same at the same moment, so one of them stands for all (Megatron-LM, arXiv 1909.08053): it
-has the T-th part of every layer, and trains on the batches of all T, so layers take as long as before. Behind attention
-and behind the perceptron of each block the group adds up activations, once forward and once back. Between stages each
-worker sends its part, as in arXiv 2104.04473, section 4.1.
+The T workers of a group act in lockstep, so one of them stands for all. It holds 1/T of every layer and trains on the
+batches of all T workers, so layers take as long as before. The group all-reduces activations after the attention and
+after the MLP of each block, in forward and in backward. Between stages, each worker sends its part (arXiv 2104.04473,
+section 4.1).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from headway.model import ModelSpec
 from headway.prediction.collective import collective_time
 from headway.prediction.workload import Workload
 
-ALL_REDUCES_A_PASS = 2  # of each block
-DIVIDED = ("optimizer_state_bytes", "buffer_bytes", "frozen_bytes")  # among the workers of a group
+ALL_REDUCES_A_PASS = 2  # per block
+DIVIDED = ("optimizer_state_bytes", "buffer_bytes", "frozen_bytes")  # divided among the workers of a group
 
 
 def on_groups(cluster: Cluster, tensor: int) -> Cluster:
-    """``cluster`` as one worker of each group of ``tensor`` has it, with its part of what the group shares.
+    """``cluster`` with one worker for each group of ``tensor`` workers, and that worker's share of the links.
 
-    Raises UserError where hosts are not made of whole groups.
+    Raises UserError if the workers of a host do not divide into groups.
     """
     if tensor == 1:
         return cluster
     for host in cluster.hosts:
         if host.workers % tensor:
             raise UserError(
-                "tensor parallelism is within hosts, whose workers do not make whole groups",
+                "the workers of a host do not divide into tensor-parallel groups",
                 got=f"{host.workers} workers on {host.name}", expected=f"a multiple of {tensor}",
-                fix="Give pipeline:tensor=N with a divisor of the workers of every host.",
+                fix="Use pipeline:tensor=N with a divisor of the workers of every host.",
             )  # fmt: skip
     nccl = cluster.nccl
     if nccl is not None and nccl.cards:
@@ -41,7 +41,7 @@ def on_groups(cluster: Cluster, tensor: int) -> Cluster:
         nccl = nccl.model_copy(update=part)
     changed = {
         "hosts": tuple(_part_of(host, tensor) for host in cluster.hosts),
-        "traffic": tuple(each.model_copy(update={"gbps": each.gbps / tensor}) for each in cluster.traffic),
+        "traffic": tuple(flow.model_copy(update={"gbps": flow.gbps / tensor}) for flow in cluster.traffic),
         "burst_bytes": cluster.burst_bytes // tensor,
         "window_bytes": cluster.window_bytes // tensor,
         "nccl": nccl,
@@ -62,10 +62,10 @@ def _part_of(host: Host, tensor: int) -> Host:
 def with_all_reduces(
     workload: Workload, cluster: Cluster, tensor: int, share: float, slowness: float = 1.0
 ) -> Workload:
-    """What one worker of a group computes for the batches of all, with all-reduces of activations as a part of layers.
+    """The workload of one worker of a group, for the group's batch, with activation all-reduces added to the layers.
 
-    A micro-batch is ``share`` of a group's batch. A block ends where the model may be cut, and what it hands on is what
-    is added up. The times are such that they are right if layers take ``slowness`` times as long in the end.
+    A micro-batch is ``share`` of a group's batch. A block ends where the model may be split, and its output is what is
+    all-reduced. Times are divided by ``slowness``, by which the caller multiplies all layers later.
     """
     if tensor == 1:
         return workload

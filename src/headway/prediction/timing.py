@@ -1,4 +1,4 @@
-"""A torch module timed on the device at hand: when forward needs each layer, when each gradient is ready."""
+"""Times the layers of a torch module on the local device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ WARM, TIMED = 2, 5
 
 
 def timed_layers(built: Built) -> tuple[tuple[LayerTimes, ...], float]:
-    """The median times of a few steps of ``built``, layer by layer in the order of forward, and their error.
+    """Median layer times over a few steps, in the order of forward, and their relative error (two standard errors).
 
-    That is two standard errors of the steps' mean, as a share of it.
-
-    A layer's forward lasts until the next layer's begins, and its backward until its last gradient is ready. On an
-    accelerator every layer is waited for, which hides none of its time and adds a little.
+    A layer's forward lasts until the next layer begins; its backward lasts until its last gradient is ready. On an
+    accelerator, each layer is synchronized, which adds a little time but hides none.
     """
     watch = _Watch(built)
     try:
@@ -49,7 +47,7 @@ class _Watch:
         self._built = built
         self._synchronise = torch.accelerator.synchronize if torch.accelerator.is_available() else _nothing
         self.parameters = built.layers
-        self.used: dict[str, int] = {}  # when forward first needed each, in this step
+        self.used: dict[str, int] = {}  # layer -> time of its first use in this step
         self._ready: list[tuple[str, int]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         named = dict(built.module.named_parameters())
@@ -107,7 +105,7 @@ def _nothing() -> None:
 
 
 def bytes_per_s_of(device: torch.device) -> float:
-    """How many bytes a second pass between memory and ``device``, which an update is bound by."""
+    """The memory bandwidth of ``device`` in bytes per second, which bounds updates."""
     source, target = torch.ones(16_000_000, device=device), torch.empty(16_000_000, device=device)
     synchronise = torch.accelerator.synchronize if device.type != "cpu" else _nothing
     times_s = []

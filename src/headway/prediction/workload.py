@@ -1,4 +1,4 @@
-"""Workload: what one worker computes in a step, and the timeline that strategies are laid over."""
+"""Describes what one worker computes in a step, and lays it out as a timeline."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LEAST_SHARE = 0.1
 class Workload:
     """A model with the times of its layers on some device.
 
-    ``samples`` is what one worker trains on in a step, ``batch`` says so in words, ``times`` where the times are from
-    and ``times_error`` by what share they may all be off. ``layers`` are in the order of forward. ``notes`` are
-    sentences on what the times leave out.
+    ``samples`` is the batch of one worker and ``batch`` its description. ``times`` describes the source of the times,
+    and ``times_error`` is their common relative error. ``layers`` are in the order of forward. ``notes`` say what the
+    times leave out.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Workload:
     notes: tuple[str, ...] = ()
 
     def trained_by(self, optimizer: Optimizer, bytes_per_s: float) -> Workload:
-        """The same with the state and the update of ``optimizer``, on a device that moves so many bytes a second."""
+        """The workload with the state and update of ``optimizer``, on a device with this memory bandwidth."""
         size_bytes = self.spec.size_bytes
         held: dict[str, object] = {"optimizer_state_bytes": optimizer.state_bytes(size_bytes)}
         if self.spec.pass_memory is not None:
@@ -48,9 +48,9 @@ class Workload:
         return replace(self, spec=spec, optimizer_ns=optimizer.update_ns(size_bytes, bytes_per_s))
 
     def corrected(self, factor: float, fixed_ns: float, times_error: float) -> Workload:
-        """The same with computation that takes ``factor`` times as long and then so much more a step, or less.
+        """The workload with computation scaled by ``factor``, plus ``fixed_ns`` per step (may be negative).
 
-        Layers share ``fixed_ns`` as they share the time; at least a tenth of it remains.
+        ``fixed_ns`` is spread over layers in proportion to their times; at least ``LEAST_SHARE`` of the time remains.
         """
         passes_ns = self.computation_ns - self.optimizer_ns
         passes = max(LEAST_SHARE * factor, factor + fixed_ns / max(1, passes_ns))
@@ -69,23 +69,23 @@ class Workload:
 
     @property
     def passes_ns(self) -> int:
-        """Forward and backward of one worker's step alone."""
+        """The time of forward and backward of one step."""
         return sum(layer.forward_ns + layer.backward_ns for layer in self.layers)
 
     @property
     def computation_ns(self) -> int:
-        """One worker's step alone."""
+        """The time of one step without communication."""
         return self.passes_ns + self.optimizer_ns
 
     def job(self, cluster: Cluster) -> Job:
-        """Training it on ``cluster``, whose workers are all alike, until steps are alike; the last one counts."""
+        """The job on ``cluster`` with identical workers: some warm-up steps, then the step that counts."""
         steps = Computation({0: (self.timeline(),)}, warm_up_steps=WARM_UP_STEPS)
         return Job((self.spec,), cluster.world_size, cluster, steps)
 
     def timeline(self, rank: int = 0, step: int = 0) -> Timeline:
-        """One step of a worker: forward, backward in reverse, each gradient ready at its layer's end, the update.
+        """One step of a worker: forward, backward in reverse order, then the update.
 
-        A parameter that several layers use is ready when backward is done with the first of them.
+        A gradient is ready when its layer's backward ends; a shared parameter when the first layer's backward ends.
         """
         items: list[Item] = []
         for layer in self.layers:
@@ -102,17 +102,17 @@ class Workload:
 
 
 def _uses(layers: Sequence[LayerTimes]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for layer in layers:
         for parameter in layer.parameters:
-            found[parameter] = found.get(parameter, 0) + 1
-    return found
+            counts[parameter] = counts.get(parameter, 0) + 1
+    return counts
 
 
 def workload_of_table(
     table: LayerTable, sheet: DataSheet, optimizer: Optimizer, precision: str = SINGLE
 ) -> Workload:
-    """A published model on a modelled device. Raises UserError for a precision that the device does not have."""
+    """The workload of a published model on a modelled device. Raises UserError for an unsupported precision."""
     device = sheet.at(precision)
     if precision in HALF:
         table = table.halved()
@@ -140,7 +140,7 @@ def workload_of_table(
 
 
 def between(few: Workload, many: Workload, samples: int) -> Workload:
-    """A workload at another batch, from what it is at two: every time and size on a line through both."""
+    """Interpolate the workload at a batch of ``samples`` linearly between two known batches."""
 
     def line(low: float, high: float) -> int:
         return round(at_batch({few.samples: low, many.samples: high}, samples))

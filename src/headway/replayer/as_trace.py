@@ -1,4 +1,4 @@
-"""A replay as a trace: what was simulated, in the form of what is recorded, so that the same diagnosis reads it."""
+"""Converts a replay into a trace, so that the diagnosis of recordings also works on replays."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.READ: Kind.READ, Part.OPTIMIZER: Kind
 
 
 def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
-    """The replayed steps as a trace. Step 0 is the warm-up, and is left out.
+    """The replayed steps as a trace, without the warm-up (step 0).
 
-    For a folded replay it has the ranks that represent all.
+    For a folded replay, the trace has only the representative ranks.
     """
     rows: dict[int, list[Event]] = defaultdict(list)
     by_rank: dict[int, list[ComputeSpan]] = defaultdict(list)
     for span in result.graph.spans:
         by_rank[span.rank].append(span)
-    for rank, own in by_rank.items():
-        rows[rank] = _main_thread(own, result) + _steps(rank, result)
-    for work in (each for each in result.graph.works if each.kind == UPDATE):
+    for rank, rank_rows in by_rank.items():
+        rows[rank] = _main_thread(rank_rows, result) + _steps(rank, result)
+    for work in (update_work for update_work in result.graph.works if update_work.kind == UPDATE):
         start_ns, end_ns = (
             int(times[work.operation]) for times in (result.played.start_ns, result.played.end_ns)
         )
@@ -71,13 +71,18 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
         path=Path("replay"),
         manifest=Manifest(world_size=ranks, steps=steps, ranks=infos),
         model=replayer.trace.model,
-        events={rank: Events.from_rows([row for row in own if row.step > 0]) for rank, own in rows.items()},
+        events={
+            rank: Events.from_rows([row for row in rank_rows if row.step > 0])
+            for rank, rank_rows in rows.items()
+        },
     )
 
 
 def _message(number: int, transfer: PlacedTransfer, result: Simulation) -> Iterator[tuple[int, Event]]:
-    """Both ends of a message, from when each asked for it."""
-    begins, ends = (result.played.end_ns[list(each)].tolist() for each in (transfer.begins, transfer.ends))
+    """The events of a message on both ranks, each from the time of its request."""
+    begins, ends = (
+        result.played.end_ns[list(operations)].tolist() for operations in (transfer.begins, transfer.ends)
+    )
     both = (Kind.SEND, Kind.RECEIVE), transfer.members, reversed(transfer.members), begins, ends
     for kind, rank, peer, begin_ns, end_ns in zip(*both, strict=True):
         yield rank, Event(

@@ -1,6 +1,6 @@
-"""A data-parallel recording as the job of pipelines: its model cut along the chain of modules that was seen.
+"""Turns a data-parallel recording into the job of a pipeline, by splitting its model along the chain of modules.
 
-Forward and backward of each module of the chain are the shares that its spans have of each recorded step.
+The spans of each module in a recorded step give its share of forward and backward.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
 MICRO_BATCHES_A_STAGE = 4
-UNEQUAL = 1.1  # times as long as another rank's step, from which on devices are taken to differ
-NOT_SEEN = "the recording does not say how much modules hand on to each other"
+UNEQUAL = 1.1  # ratio of the slowest to the fastest rank's step from which devices count as different
+NOT_SEEN = "the recording lacks the sizes of the activations between modules"
 
 
 def why_not_cut(trace: Trace, job: Job, recorded: Strategy) -> str:
-    """Why no pipelines can be made of the recorded model; "" where they can."""
+    """Why the recorded model cannot be split into pipeline stages; "" if it can."""
     chain = trace.model.chain
     if chain is None or trace.missing_ranks or not job.has_parameters:
         return NOT_SEEN
@@ -51,9 +51,7 @@ def why_not_cut(trace: Trace, job: Job, recorded: Strategy) -> str:
     if trace.model.find_unused_parameters:
         return "some parameters have no gradient in some steps (find_unused_parameters)"
     if plugin_of(recorded).carries_over:
-        return (
-            f"times of modules are not those of computation alone under {recorded.name}: record it with ddp"
-        )
+        return f"under {recorded.name}, times of modules include communication; record the job with ddp"
     for events in trace.events.values():
         passes = Counter(
             (row.step, row.kind) for row in events.of_kind(Kind.FORWARD_PASS, Kind.BACKWARD_PASS)
@@ -63,24 +61,24 @@ def why_not_cut(trace: Trace, job: Job, recorded: Strategy) -> str:
             for step in trace.steps
             for kind in (Kind.FORWARD_PASS, Kind.BACKWARD_PASS)
         ):
-            return "a step has not one forward and one backward"
+            return "a step does not have exactly one forward and one backward"
         if any(_shares(chain, events, trace.steps) is None for events in trace.events.values()):
-            return "the recorded spans of modules are not in the order of the chain"
+            return "the recorded modules did not run in the order of the chain"
     if not any(layer.cut_bytes for layer in _layers(chain, [0] * len(chain.links), [0] * len(chain.links))):
-        return "there is no module behind which it can be cut"
+        return "there is no module after which it can be split"
     return ""
 
 
 @dataclass(frozen=True)
 class CutRecording:
-    """The recorded job of ``trace`` as one that can be cut, which ``why_not_cut`` has nothing against."""
+    """A recorded job that can be split into stages (``why_not_cut`` returns "")."""
 
     trace: Trace
     job: Job
 
     @property
     def chain(self) -> Chain:
-        """The modules that it is cut along."""
+        """The chain of modules to split along."""
         assert self.trace.model.chain is not None
         return self.trace.model.chain
 
@@ -91,16 +89,16 @@ class CutRecording:
 
     @cached_property
     def _steps(self) -> Mapping[int, tuple[LayerStep, ...]]:
-        found = {}
+        steps = {}
         for rank, timelines in self.job.steps.timelines.items():
             shares = _shares(self.chain, self.trace.events[rank], self.trace.steps)
             assert shares is not None
-            found[rank] = tuple(_step(self.chain, timeline, *shares) for timeline in timelines)
-        return found
+            steps[rank] = tuple(_step(self.chain, timeline, *shares) for timeline in timelines)
+        return steps
 
     def mean_layers(self) -> tuple[LayerTimes, ...]:
-        """The layers with the mean of their times over ranks and steps."""
-        steps = [each.layers for step in self._steps.values() for each in step]
+        """The layers with their times averaged over ranks and steps."""
+        steps = [step.layers for rank_steps in self._steps.values() for step in rank_steps]
         forward, backward = (
             [
                 sum(getattr(layers[place], name) for layers in steps) / len(steps)
@@ -108,24 +106,25 @@ class CutRecording:
             ]
             for name in ("forward_ns", "backward_ns")
         )
-        return _layers(self.chain, [round(each) for each in forward], [round(each) for each in backward])
+        return _layers(self.chain, [round(ns) for ns in forward], [round(ns) for ns in backward])
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """How fast each rank computes, 1 for the mean; all alike where none takes ``UNEQUAL`` times as long."""
+        """The relative speed of each rank (1 is the mean); all 1 if they differ by less than ``UNEQUAL``."""
         took_ns = [
-            sum(layer.forward_ns + layer.backward_ns for step in own for layer in step.layers) / len(own)
-            for _, own in sorted(self._steps.items())
+            sum(layer.forward_ns + layer.backward_ns for step in rank_steps for layer in step.layers)
+            / len(rank_steps)
+            for _, rank_steps in sorted(self._steps.items())
         ]
         mean_ns = sum(took_ns) / len(took_ns)
         if max(took_ns) < UNEQUAL * min(took_ns):
             return (1.0,) * len(took_ns)
-        return tuple(mean_ns / each for each in took_ns)
+        return tuple(mean_ns / rank_ns for rank_ns in took_ns)
 
     def micro_batches(self, stages: int) -> int:
-        """Four a stage, or fewer where a batch of as many workers does not split evenly into these."""
+        """The number of micro-batches: four per stage, or fewer if the batch of all stages does not split evenly."""
         samples = stages * self.chain.samples
-        return max(each for each in range(1, MICRO_BATCHES_A_STAGE * stages + 1) if samples % each == 0)
+        return max(count for count in range(1, MICRO_BATCHES_A_STAGE * stages + 1) if samples % count == 0)
 
     def split_layers(self, stages: int, micro_batches: int) -> tuple[SplitLayer, ...]:
         """The layers of a micro-batch."""
@@ -139,7 +138,7 @@ class CutRecording:
         order: Sequence[int],
         keep: int,
     ) -> tuple[Split, ...]:
-        """The splits that promise most, where hosts stand in ``order``."""
+        """The most promising splits, with the hosts in ``order``."""
         cluster = reordered(self.job.on, order)
         ranks = groups_along(mesh, PIPELINE)[0]
         workers = self._workers(order)
@@ -147,15 +146,15 @@ class CutRecording:
         return split(layers, mesh[PIPELINE], micro_batches, passing(cluster, ranks), speeds=speeds, keep=keep)
 
     def cut(self, cut: Split, micro_batches: int, mesh: Mapping[str, int], order: Sequence[int] = ()) -> Job:
-        """The job of these stages, where hosts stand in ``order``."""
+        """The job with these stages, with the hosts in ``order``."""
         return self._cut(self.model, cut, micro_batches, mesh, order)
 
     def slower(
         self, cut: Split, micro_batches: int, mesh: Mapping[str, int], order: Sequence[int] = ()
     ) -> Job:
-        """The same if every module took the time of the quickest recorded one for however few samples.
+        """The same job at its slowest: every module takes at least the time of the quickest recorded one.
 
-        That is the most that calls themselves can cost, for all that the recording says.
+        That is an upper limit for the fixed cost of calls, which the recording does not show.
         """
 
         def steps(worker: int) -> Sequence[LayerStep]:
@@ -181,21 +180,21 @@ class CutRecording:
 
     @cached_property
     def _calls_ns(self) -> Mapping[str, float]:
-        """For each module of the chain, what its inner modules would take at the speed of the quickest of all."""
+        """For each module of the chain, the time of its inner modules if each took as long as the quickest."""
         places = {link.name: place for place, link in enumerate(self.chain.links)}
         took_ns: dict[str, list[int]] = defaultdict(list)
         for row in self.trace.events[min(self.trace.events)].of_kind(Kind.FORWARD):
             took_ns[row.name].append(row.duration_ns)
-        least_ns = min(median(each) for each in took_ns.values())
+        least_ns = min(median(durations_ns) for durations_ns in took_ns.values())
         counts = Counter(_place(places, name) for name in took_ns)
         return {link.name: least_ns * counts[place] for place, link in enumerate(self.chain.links)}
 
     def by_hand(
         self, points: Sequence[str], micro_batches: int | None, mesh: Mapping[str, int]
     ) -> tuple[Job, Job]:
-        """The job of stages that begin at ``points``, and the ``slower`` one.
+        """The job whose stages begin at ``points``, and its ``slower`` variant.
 
-        Raises PlanError where they cannot, or batches do not split.
+        Raises PlanError if the model or its batch cannot be split this way.
         """
         stages = len(points) + 1
         workers = self.job.world_size
@@ -204,13 +203,13 @@ class CutRecording:
         )
         if math.prod(mesh.values()) != workers or mesh.get(PIPELINE) != stages:
             raise PlanError(
-                "the plan's stages do not share the recorded ranks", got=f"{stages} stages on {workers} ranks",
-                expected="as many ranks for each stage",
+                "the plan's stages do not divide the recorded ranks", got=f"{stages} stages on {workers} ranks",
+                expected="the same number of ranks for each stage",
             )  # fmt: skip
         count = micro_batches or self.micro_batches(stages)
         if (samples := stages * self.chain.samples) % count:
             raise PlanError(
-                "a batch of as many workers as there are stages does not split evenly into the plan's micro-batches",
+                "the batch of a pipeline does not split evenly into the plan's micro-batches",
                 got=f"{samples} samples and {count} micro-batches",
             )  # fmt: skip
         layers = self.split_layers(stages, count)
@@ -218,7 +217,7 @@ class CutRecording:
         return self.cut(cut, count, mesh), self.slower(cut, count, mesh)
 
     def _workers(self, order: Sequence[int]) -> list[int]:
-        """Which recorded rank's device each rank has, where hosts stand in ``order``."""
+        """The recorded rank whose device each rank uses, with the hosts in ``order``."""
         firsts, first = [], 0
         for host in self.job.on.hosts:
             firsts.append(first)
@@ -227,7 +226,7 @@ class CutRecording:
 
 
 def _layers(chain: Chain, forward_ns: Sequence[int], backward_ns: Sequence[int]) -> tuple[LayerTimes, ...]:
-    """The chain with times. It is cut only before modules with parameters, behind others with some."""
+    """The chain with times. It may be split only between modules that both have parameters."""
     links = chain.links
     first = next((place for place, link in enumerate(links) if link.parameters), len(links))
     return tuple(
@@ -259,19 +258,19 @@ def _step(chain: Chain, timeline: Timeline, forward: Sequence[float], backward: 
 def _shares(
     chain: Chain, events: Events, steps: Sequence[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """The share of each module of the chain in forward and in backward; None where it was not seen in this order.
+    """Each module's share of forward and of backward; None if the modules did not run in the order of the chain.
 
-    What is computed before the first and behind the last counts to these.
+    Computation before the first module and after the last counts toward them.
     """
     forward, backward = [0] * len(chain.links), [0] * len(chain.links)
     places = {link.name: place for place, link in enumerate(chain.links)}
     rows = events.of_kind(Kind.FORWARD, Kind.BACKWARD, Kind.FORWARD_PASS)
     for step in steps:
-        own = sorted(rows.of_step(step), key=lambda row: row.start_ns)
-        whole = next(row for row in own if row.kind == Kind.FORWARD_PASS)
+        step_rows = sorted(rows.of_step(step), key=lambda row: row.start_ns)
+        forward_pass = next(row for row in step_rows if row.kind == Kind.FORWARD_PASS)
         begins: dict[int, int] = {}
         at = len(chain.links) - 1
-        for row in own:
+        for row in step_rows:
             place = _place(places, row.name)
             if row.kind == Kind.FORWARD and place is not None:
                 begins.setdefault(place, row.start_ns)
@@ -281,51 +280,53 @@ def _shares(
         moments = [begins.get(place, -1) for place in range(1, len(chain.links))]
         if -1 in moments or moments != sorted(moments):
             return None
-        bounds = [whole.start_ns, *moments, whole.end_ns]
+        bounds = [forward_pass.start_ns, *moments, forward_pass.end_ns]
         for place in range(len(chain.links)):
             forward[place] += max(0, bounds[place + 1] - bounds[place])
     if not sum(forward) or not sum(backward):
         return None
-    return tuple(each / sum(forward) for each in forward), tuple(each / sum(backward) for each in backward)
+    return tuple(layer_ns / sum(forward) for layer_ns in forward), tuple(
+        layer_ns / sum(backward) for layer_ns in backward
+    )
 
 
 def _place(places: Mapping[str, int], name: str) -> int | None:
-    """Which module of the chain ``name`` is, or is inside of."""
+    """The index of the chain's module that is, or contains, ``name``."""
     while name not in places and name:
         name = name.rpartition(".")[0]
     return places.get(name)
 
 
 CUT_SHARE = 0.25
-"""By what share of its step a job whose model was recorded in one piece may be off: times of micro-batches are taken to
-be in proportion to their size. It is not calibrated. What calls themselves cost comes on top (``slower``)."""
+"""The uncertainty, as a share of the step, of splitting a model that was recorded unsplit: times are assumed proportional
+to the size of micro-batches. Not calibrated. The fixed cost of calls comes on top (``slower``)."""
 SPLIT_SHARE = 0.1
-"""The same where modules of recorded stages are split otherwise."""
+"""The same for moving modules between recorded stages."""
 
 
 def stage_links(trace: Trace, job: Job) -> StageLinks | str:
-    """The modules of recorded stages, or why nothing is known of them."""
+    """The modules of the recorded stages, or the reason why they are unknown."""
     replicas = job.world_size // len(job.stages) if job.mesh else 1
     why = why_not_split(trace.stages, stages_a_rank=trace.stages_a_rank, replicas=replicas)
     return why or StageLinks(trace.stages, job.boundary_bytes)
 
 
 def names_stages(strategy: Strategy) -> bool:
-    """Whether it says at which modules stages begin."""
+    """Whether the strategy sets split points."""
     pipeline = strategy.pipeline if isinstance(strategy, MeshStrategy) else strategy
     return isinstance(pipeline, PipelineStrategy) and bool(pipeline.split_points)
 
 
 def job_under(
-    trace: Trace, job: Job, recorded: Strategy, asked: Strategy, mesh: Mapping[str, int] | None = None
+    trace: Trace, job: Job, recorded: Strategy, strategy: Strategy, mesh: Mapping[str, int] | None = None
 ) -> tuple[Job, Job | None]:
-    """``job`` with the stages that ``asked`` names by ``split_points``; as it is where it names none.
+    """``job`` with the stages that the ``split_points`` of ``strategy`` define; unchanged without split points.
 
-    With it comes the job that it may be at worst, where times of micro-batches are not known. ``mesh`` is that of the
-    plan. Raises PlanError where the recording does not say what that would be.
+    Also returns the slowest job that it may turn out to be, if times of micro-batches are unknown. ``mesh`` is the
+    plan's. Raises PlanError if the recording cannot be split this way.
     """
     pipeline, before = (
-        each.pipeline if isinstance(each, MeshStrategy) else each for each in (asked, recorded)
+        policy.pipeline if isinstance(policy, MeshStrategy) else policy for policy in (strategy, recorded)
     )
     if not isinstance(pipeline, PipelineStrategy) or not pipeline.split_points:
         return job, None
@@ -335,19 +336,19 @@ def job_under(
         if why := why_not_cut(trace, job, recorded):
             raise PlanError(
                 "the recorded model cannot be replayed in stages", got=why,
-                expected="a recording of modules that forward calls one after the other",
+                expected="a model whose forward calls its modules in sequence",
             )  # fmt: skip
         return CutRecording(trace, job).by_hand(pipeline.split_points, pipeline.micro_batches, mesh or {})
     links = stage_links(trace, job)
     if isinstance(links, str):
         raise PlanError(
             "the recorded stages cannot be replayed with other split_points", got=links,
-            fix="Leave split_points out: stages are then as recorded.",
+            fix="Leave out split_points to keep the recorded stages.",
         )  # fmt: skip
     if (ends := links.ends_at(pipeline.split_points)) is None:
         raise PlanError(
             "the recorded stages cannot be split at the plan's split_points", got=", ".join(pipeline.split_points),
             expected=f"{len(job.stages) - 1} of their modules, in order"
-            + ("" if links.named else "; modules of different stages have the same names, so that none can be told"),
+            + ("" if links.named else "; modules of different stages have the same names, so they cannot be told apart"),
         )  # fmt: skip
     return (job if ends == links.ends else links.resplit(job, ends)), None

@@ -1,4 +1,4 @@
-"""Whether a replay would communicate what was recorded: a replay of something else predicts nothing."""
+"""Checks that a replay communicates what was recorded; otherwise its predictions mean nothing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
 MOST_REPRODUCTION_ERROR = 0.10
-"""A recording whose replay is off by more than this share cannot rank plans: most gains are smaller."""
+"""A replay that is off by more than this share cannot rank plans, because most gains are smaller."""
 
 
 def is_reproduced(reproduction_error: float) -> bool:
-    """Whether a replay that is off by this share of the recorded step is close enough to rank plans by."""
+    """Whether a replay with this relative error is close enough to rank plans."""
     return abs(reproduction_error) <= MOST_REPRODUCTION_ERROR
 
 
 def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
-    """Compare the first rank's recorded collectives of gradients with what ``strategy`` launches over its timelines.
+    """Compare the recorded gradient collectives of the first rank with those that ``strategy`` launches in replay.
 
-    Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
-    step's collectives in the next step, and one that repeats after several steps was recorded from any of them on, so
-    there the entire recording must agree, to within one step or such a period. Raises
-    TraceError if they differ, or if ranks wait for the script's own messages. A single rank does not communicate and is
-    not checked.
+    Counts and bytes must agree in the median step. Some strategies finish a step's collectives in the next step, or
+    repeat only after several steps; for them the whole recording must agree, to within one such period. Raises
+    TraceError if they differ, or if ranks wait for messages of the script. A single rank is not checked.
     """
     if trace.world_size == 1:
         return
@@ -56,10 +54,10 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     if off.any():
         got, expected = np.median(recorded, axis=0), np.median(launched, axis=0)
         raise TraceError(
-            "replay cannot reproduce this recording: its collectives of gradients are not those of its strategy",
-            got=f"{got[0]:g} collectives of {got[1]:.0f} bytes a step",
-            expected=f"{expected[0]:g} of {expected[1]:.0f} bytes for {strategy.describe()}",
-            fix="Record one model, without a communication hook.",
+            "replay cannot reproduce this recording: its gradient collectives do not match its strategy",
+            got=f"{got[0]:g} collectives with {got[1]:.0f} bytes per step",
+            expected=f"{expected[0]:g} with {expected[1]:.0f} bytes for {strategy.describe()}",
+            fix="Record a single model, without a communication hook.",
         )
 
 

@@ -1,9 +1,9 @@
-"""The replay of incomplete traces, as most imported ones are.
+"""Prepares incomplete traces, such as most imported ones, for replay, and refuses those that cannot be replayed.
 
-A trace that names no parameters still says how many bytes were reduced, and when: each recorded bucket is then taken
-for one parameter whose gradient was ready when the bucket was requested. Buckets stay as they were recorded, so
-clusters, rates and ranks may change, but plans may not. Waits that the replay cannot simulate keep their recorded
-duration. ``lacks`` says what is missing.
+A trace without parameter names still shows when how many bytes were reduced. Each recorded bucket then stands for one
+parameter, whose gradient was ready when the bucket was requested. Such a replay keeps the recorded buckets: clusters,
+rates and ranks may change, but no plan can be applied. Waits that replay cannot simulate keep their recorded duration.
+``lacks`` lists what is missing.
 """
 
 from __future__ import annotations
@@ -22,99 +22,98 @@ from headway.trace.events import WORK, Event, Events, Kind, Stream, inner_messag
 from headway.trace.format import Trace
 
 ADVICE = "Record a job that constructs DistributedDataParallel with headway record."
-MOST_WAITS = 0.05  # of the step, for communication that no plan decides about
-AT_ONCE_NS = 200_000  # within which whoever waited for a collective goes on after it
+MOST_WAITS = 0.05  # share of the step that may be spent on communication that plans do not control
+AT_ONCE_NS = 200_000  # a wait that ends this close to a collective was for it
 _BACKWARDS = (Kind.BACKWARD_PASS, Kind.BACKWARD, Kind.OPERATOR)
-_OPERATORS = (Kind.FORWARD, Kind.BACKWARD)  # what importers know operators and kernels to be part of
+_OPERATORS = (Kind.FORWARD, Kind.BACKWARD)  # importers attribute operators and kernels to these
 _MADE_ANEW = (Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GRADIENT_READY, Kind.WAIT)
 Key = tuple[str, str, int]  # of a collective, on all its ranks: name, group, sequence
 
 
 def check_takes_plans(trace: Trace) -> None:
-    """Raise TraceError unless ``trace`` has all that plans decide about, and the computation that can hide it."""
+    """Raise TraceError unless plans can be applied to ``trace``: it needs gradient buckets and computation."""
     info = trace.manifest.ranks[0]
     if info.fully_sharded:
         raise TraceError(
-            "no plan is made for a model that is sharded with fully_shard (FSDP2)",
-            got="parameters gathered and gradients scattered a layer at a time",
+            "plans do not support models sharded with fully_shard (FSDP2)",
+            got="parameters gathered and gradients scattered layer by layer",
             expected="a job that constructs DistributedDataParallel",
         )
     if info.other_models:
         raise TraceError(
-            "no plan is made for a job that trains several wrapped models",
+            "plans do not support jobs that train several wrapped models",
             got=f"{', '.join(info.other_models)} in addition to the recorded one",
-            fix="Record a job that trains one of them.",
+            fix="Record a job that trains a single model.",
         )
     check_not_averaged(trace)
     check_pipeline(trace)
     check_messages(trace)
-    if not trace.stages and (share := _waits_of_its_own(trace)) > MOST_WAITS:
+    if not trace.stages and (share := _script_wait_share(trace)) > MOST_WAITS:
         raise TraceError(
-            "no plan is made for a job that waits for asynchronous communication of its own, which replay does not "
-            "support",
-            got=f"such waits for {share:.0%} of the step",
+            "plans do not support jobs that wait for the script's own asynchronous communication",
+            got=f"such waits take {share:.0%} of the step",
             expected=f"at most {MOST_WAITS:.0%}",
-            fix="Use an optimizer that does not communicate (ZeroRedundancyOptimizer broadcasts what it updates), or "
+            fix="Use an optimizer that does not communicate (ZeroRedundancyOptimizer broadcasts its updates), or "
             "leave the job as it is.",
         )
     if not trace.model.parameters:
-        raise TraceError("the trace names no parameters, so no plan can be applied to it", fix=ADVICE)
+        raise TraceError("no plan can be applied to a trace without parameter names", fix=ADVICE)
     for rank, events in sorted(trace.events.items()):
         if not events.of_kind(*_BACKWARDS).duration_ns.sum():
             raise TraceError(
-                "the trace shows no computation, so no plan can be applied to it",
+                "no plan can be applied to a trace without computation",
                 got=f"no backward on rank {rank}",
                 fix="Record a job that calls backward() on every rank.",
             )
 
 
 def check_pipeline(trace: Trace) -> None:
-    """Raise TraceError where models are cut into stages in a way that replay does not lay out."""
+    """Raise TraceError for pipelines that replay does not support."""
     stages = 1 + max((int(events.stage.max(initial=-1)) for events in trace.events.values()), default=-1)
     several = trace.stages_a_rank > 1
-    whole = trace.stages and len(trace.events) == trace.world_size
-    whole = whole and (several or trace.world_size % stages == 0)
-    if stages and not (whole and all(stage.parameters for stage in trace.stages)):
+    complete = trace.stages and len(trace.events) == trace.world_size
+    complete = complete and (several or trace.world_size % stages == 0)
+    if stages and not (complete and all(stage.parameters for stage in trace.stages)):
         raise TraceError(
             "replay does not support this pipeline",
             got=f"passes and messages of {stages} stages on {trace.world_size} ranks",
-            expected="a recording of all ranks, with one stage a rank and as many ranks for each stage, or several "
-            "stages a rank and one rank for each",
-            fix="Use headway diagnose: its breakdown and its links are valid for this pipeline too.",
+            expected="a recording of all ranks, with one stage per rank and equally many ranks per stage, or several "
+            "stages per rank and one rank per stage",
+            fix="Use headway diagnose; its breakdown and links are valid for this pipeline too.",
         )
 
 
 def check_messages(trace: Trace) -> None:
-    """Raise TraceError where ranks wait for messages that are of no collective: replay would leave them out."""
+    """Raise TraceError if ranks wait for point-to-point messages of the script, which replay would leave out."""
     if trace.stages or not any(
         (is_message(events) & ~inner_messages(events)).any() for events in trace.events.values()
     ):
         return
-    if (share := _waits_of_its_own(trace)) > MOST_WAITS:
+    if (share := _script_wait_share(trace)) > MOST_WAITS:
         raise TraceError(
-            "replay does not support messages that a script sends from rank to rank",
-            got=f"waits for asynchronous communication of the script for {share:.0%} of the step",
+            "replay does not support point-to-point messages of the script",
+            got=f"waits for the script's communication take {share:.0%} of the step",
             expected=f"at most {MOST_WAITS:.0%}",
-            fix="Use headway diagnose, or record a job whose ranks wait for collectives only.",
+            fix="Use headway diagnose, or record a job that only waits for collectives.",
         )
 
 
 def check_not_averaged(trace: Trace) -> None:
-    """Raise TraceError where ranks averaged their models in groups: replay has no steps that all of them finish."""
+    """Raise TraceError if ranks averaged their models in groups: replay needs synchronous steps."""
     if trace.rounds:
         raise TraceError(
-            "replay does not support recordings of jobs whose ranks average their models in groups",
+            "replay does not support recordings of jobs that average models in groups of ranks",
             got=f"rounds of averaging on {len(trace.rounds)} ranks",
             expected="a recording under DistributedDataParallel",
-            fix="Use headway diagnose for this one. To replay or optimize groups, record the job under "
-            "DistributedDataParallel, and use headway replay --plan or headway optimize --allow asynchronous.",
+            fix="Use headway diagnose for this recording. To replay or optimize groups, record the job under DDP and use "
+            "headway replay --plan or headway optimize --allow asynchronous.",
         )
 
 
 def check_same_steps(trace: Trace) -> None:
-    """Raise TraceError if ranks that were recorded live took different numbers of steps: they did not step together.
+    """Raise TraceError if live-recorded ranks took different numbers of steps, which means they were not in sync.
 
-    A difference of one step remains if a job ends during a step. Other tools' profiles may begin and end anywhere.
+    A difference of one step is allowed, since a job may end during a step. Imported profiles may begin and end anywhere.
     """
     if any(info.source for info in trace.manifest.ranks):
         return
@@ -123,55 +122,57 @@ def check_same_steps(trace: Trace) -> None:
     if counts[most] - counts[least] > 1:
         raise TraceError(
             "replay needs the same number of steps on every rank",
-            got=f"{counts[most]} steps of rank {most}, {counts[least]} of rank {least}",
+            got=f"{counts[most]} steps on rank {most}, {counts[least]} on rank {least}",
             fix="Record a part of the job in which every rank takes the same steps (--steps A:B).",
         )
 
 
-def _waits_of_its_own(trace: Trace) -> float:
-    """The share of the recorded steps in which the script, or its optimizer, waits for works by itself.
+def _script_wait_share(trace: Trace) -> float:
+    """The share of the recorded steps spent in waits of the script or its optimizer, which replay does not simulate.
 
-    A wait for a work that begins within a wait that is laid out belongs to that: the call of a blocking collective,
-    which on a busy machine returns later than its collective is done.
+    A wait for a work that begins inside a simulated wait belongs to that: it is the call of a blocking collective, which
+    on a busy machine returns after its collective is done.
     """
     waited_ns = 0
     for events in trace.events.values():
         rows = events.of_kind(Kind.WAIT)
         of_works = rows.name == WORK
-        known = intervals.union(rows.start_ns[~of_works], rows.end_ns[~of_works])
-        apart = of_works & ~intervals.inside(known, rows.start_ns)
-        own = intervals.union(rows.start_ns[apart], rows.end_ns[apart])
-        waited_ns += intervals.length_ns(own) - intervals.length_ns(intervals.intersect(own, known))
+        laid_out = intervals.union(rows.start_ns[~of_works], rows.end_ns[~of_works])
+        apart = of_works & ~intervals.inside(laid_out, rows.start_ns)
+        script_waits = intervals.union(rows.start_ns[apart], rows.end_ns[apart])
+        waited_ns += intervals.length_ns(script_waits) - intervals.length_ns(
+            intervals.intersect(script_waits, laid_out)
+        )
     steps_ns = sum(int(events.of_kind(Kind.STEP).duration_ns.sum()) for events in trace.events.values())
     return waited_ns / steps_ns if steps_ns else 0.0
 
 
 def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:
-    """What ``recorded`` lacks for its replay, as ``replayed``, and what to record instead."""
-    said = []
+    """Notes on what ``recorded`` lacks for replay (as ``replayed``), and what to record instead."""
+    notes = []
     if not recorded.model.parameters:
-        said.append(
-            "The trace names no parameters: its buckets are replayed as they were recorded, and no plan can be applied "
-            f"to it. {ADVICE}"
+        notes.append(
+            "The trace has no parameter names, so its buckets are replayed as recorded and no plan can be applied. "
+            f"{ADVICE}"
         )
     if len(replayed.steps) < len(recorded.steps):
-        said.append(
-            f"Only {len(replayed.steps)} of {len(recorded.steps)} steps have the usual buckets on all ranks; the "
-            "others are left out."
+        notes.append(
+            f"Only {len(replayed.steps)} of {len(recorded.steps)} steps have the usual buckets on all ranks; the rest "
+            "is left out."
         )
     if recorded.missing_ranks:
-        said.append(
-            f"Only {len(recorded.events)} of {recorded.world_size} ranks were recorded: the others are assumed to do "
-            "the same, and waiting for them counts as communication. Import or record every rank."
+        notes.append(
+            f"Only {len(recorded.events)} of {recorded.world_size} ranks were recorded. The missing ones are assumed to "
+            "behave alike, and waiting for them counts as communication. Import or record every rank."
         )
-    return tuple(said)
+    return tuple(notes)
 
 
 def of_recorded_buckets(trace: Trace) -> Trace:
-    """``trace`` with its buckets as parameters, without the steps whose buckets differ from most.
+    """``trace`` with one parameter per bucket, and only the steps with the usual buckets.
 
-    Collectives of a part of the ranks are no buckets; those that all of their members waited for are replayed. Raises
-    TraceError where gradients were not all-reduced, or nothing tells how many bytes they have.
+    Collectives of some ranks are not buckets; those that all their members waited for are replayed. Raises TraceError if
+    gradients were not all-reduced, or their sizes are unknown.
     """
     if any(len(events.of_kind(Kind.PUSH)) for events in trace.events.values()):
         raise TraceError(
@@ -204,24 +205,24 @@ def of_recorded_buckets(trace: Trace) -> Trace:
 
 
 def _no_gradients(trace: Trace) -> TraceError:
-    """What to say of a trace in which no gradients of all ranks are reduced, and nothing is waited for by all."""
+    """The error for a trace in which no gradients are reduced among all ranks."""
     if any(info.fully_sharded for info in trace.manifest.ranks):
         return TraceError(
-            "replay does not support models that are sharded with fully_shard (FSDP2) yet",
-            got="parameters gathered and gradients scattered a layer at a time",
+            "replay does not support models sharded with fully_shard (FSDP2) yet",
+            got="parameters gathered and gradients scattered layer by layer",
             expected="gradients that are all-reduced",
             fix="Use headway diagnose.",
         )
     if any((events.bucket >= 0).any() for events in trace.events.values()):
         return TraceError(
-            "replay does not support gradients that are reduced in groups of some ranks",
+            "replay does not support gradients that are reduced in subgroups of ranks",
             got=f"buckets in groups of fewer than {trace.world_size} ranks",
             expected="gradients that all ranks reduce together",
             fix="Use headway diagnose.",
         )
     return TraceError(
-        "the trace holds no collective of gradients, so there is nothing to replay",
-        fix=f"Record a job of several ranks, from the first backward on. {ADVICE}",
+        "the trace has no gradient collectives, so there is nothing to replay",
+        fix=f"Record a job with several ranks, from the first backward on. {ADVICE}",
     )
 
 
@@ -230,9 +231,9 @@ def _usual(
     reduced: Mapping[int, Mapping[int, Sequence[Event]]],
     awaited: Mapping[int, Mapping[Key, Event]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The bytes of the buckets that most steps have, and the steps that have them on all ranks.
+    """The bucket sizes (bytes) of most steps, and the steps that have them on all ranks.
 
-    There are none where ranks exchange activations only, for which they wait.
+    There are no buckets if ranks only exchange activations.
     """
     sizes = {
         (rank, step): tuple(row.size_bytes for row in rows)
@@ -246,7 +247,7 @@ def _usual(
     usual = Counter(sizes.values()).most_common(1)[0][0]
     if min(usual) < 0:
         raise TraceError(
-            "the trace does not say how many bytes its collectives carry, so they cannot be replayed",
+            "the sizes of collectives are missing from the trace, so it cannot be replayed",
             fix="Record with torch.profiler.profile(record_shapes=True), or headway record.",
         )
     steps = tuple(
@@ -254,34 +255,34 @@ def _usual(
     )
     if not steps:
         raise TraceError(
-            "no step has the same buckets on all ranks, so none can be replayed",
-            fix="Record the same steps on every rank, after the first two, in which DDP still rebuilds its buckets.",
+            "no step has the same buckets on all ranks, so no step can be replayed",
+            fix="Record the same steps on every rank, after the first two (in which DDP rebuilds its buckets).",
         )
     return usual, steps
 
 
 def _reduced(trace: Trace, events: Events) -> dict[int, list[Event]]:
-    """The collectives of gradients of all ranks in each step, in the order in which they were asked for."""
-    found: dict[int, list[Event]] = {}
+    """The gradient collectives over all ranks by step, in the order of their requests."""
+    by_step: dict[int, list[Event]] = {}
     for row in events.of_kind(Kind.COLLECTIVE):
         if row.bucket < 0 or len(trace.members(row.group)) < trace.world_size:
             continue
         if row.name != ALL_REDUCE:
             raise TraceError(
-                "in traces without parameters, replay supports only gradients that are all-reduced",
+                "replay of a trace without parameter names requires all-reduced gradients",
                 got=f"a {row.name} of gradients", expected=ALL_REDUCE,
             )  # fmt: skip
-        found.setdefault(row.step, []).append(row)
-    for rows in found.values():
+        by_step.setdefault(row.step, []).append(row)
+    for rows in by_step.values():
         rows.sort(key=lambda row: row.bucket)
-    return found
+    return by_step
 
 
 def _awaited(trace: Trace) -> dict[int, dict[Key, Event]]:
-    """On each rank, the wait for each collective that is not of gradients, where every rank stood still for it."""
-    found: dict[int, dict[Key, Event]] = {}
+    """By rank, the waits for collectives other than gradients, if all members waited for them."""
+    by_rank: dict[int, dict[Key, Event]] = {}
     for rank, events in trace.events.items():
-        own = found[rank] = {}
+        rank_waits = by_rank[rank] = {}
         waits = sorted(events.of_kind(Kind.WAIT), key=lambda row: row.end_ns)
         ends_ns = [row.end_ns for row in waits]
         for row in events.of_kind(Kind.COLLECTIVE):
@@ -292,30 +293,30 @@ def _awaited(trace: Trace) -> dict[int, dict[Key, Event]]:
             last = bisect_right(ends_ns, row.end_ns + AT_ONCE_NS)
             for wait in waits[first:last]:
                 if wait.start_ns < row.end_ns:
-                    own[_key(row)] = wait
-    by = Counter(key for own in found.values() for key in own)
+                    rank_waits[_key(row)] = wait
+    by = Counter(key for rank_waits in by_rank.values() for key in rank_waits)
     return {
-        rank: {key: wait for key, wait in own.items() if by[key] == len(trace.members(key[1]))}
-        for rank, own in found.items()
+        rank: {key: wait for key, wait in rank_waits.items() if by[key] == len(trace.members(key[1]))}
+        for rank, rank_waits in by_rank.items()
     }
 
 
 def _laid_bare(
     events: Events, reduced: dict[int, list[Event]], steps: Sequence[int], awaited: dict[Key, Event]
 ) -> Events:
-    """``steps`` as a recording of our own would have them: two passes, in which there are operators."""
+    """Rewrite ``steps`` like a native recording: two passes that contain operators."""
     rows: list[Event] = []
     for step in steps:
-        own = list(events.of_step(step))
-        asked_ns = _asked_ns(own, awaited)
-        for row in own:
+        step_rows = list(events.of_step(step))
+        asked_ns = _asked_ns(step_rows, awaited)
+        for row in step_rows:
             if row.kind in _OPERATORS:
                 rows.append(row._replace(kind=Kind.OPERATOR))
             elif row.kind == Kind.COLLECTIVE:
                 rows += _of_collective(row, row in reduced.get(step, ()), awaited, asked_ns)
             elif row.kind not in _MADE_ANEW:
                 rows.append(row)
-        rows += _passes(step, own, reduced.get(step, ()))
+        rows += _passes(step, step_rows, reduced.get(step, ()))
     return Events.from_rows(rows)
 
 
@@ -324,14 +325,14 @@ def _key(row: Event) -> Key:
 
 
 def _asked_ns(rows: Sequence[Event], awaited: dict[Key, Event]) -> dict[Key, int]:
-    """When each awaited collective is asked for: as the wait for it begins.
+    """The request time of each awaited collective: the beginning of its wait.
 
-    Those that one wait was for follow each other a nanosecond apart, in the order in which they were asked for, since
-    a collective and the wait for it are told from others by their moment.
+    Collectives that share a wait are spaced a nanosecond apart, in the order of their requests, because a collective and
+    its wait are matched by time.
     """
     collectives = [row for row in rows if row.kind == Kind.COLLECTIVE]
     others_ns = {row.enqueue_ns for row in collectives if _key(row) not in awaited}
-    found: dict[Key, int] = {}
+    request_ns: dict[Key, int] = {}
     last_ns = -1
     for at_ns, _, key in sorted(
         (max(awaited[key].start_ns, row.enqueue_ns), row.enqueue_ns, key)
@@ -341,14 +342,14 @@ def _asked_ns(rows: Sequence[Event], awaited: dict[Key, Event]) -> dict[Key, int
         last_ns = max(at_ns, last_ns + 1)
         while last_ns in others_ns:
             last_ns += 1
-        found[key] = last_ns
-    return found
+        request_ns[key] = last_ns
+    return request_ns
 
 
 def _of_collective(
     row: Event, is_bucket: bool, awaited: dict[Key, Event], asked_ns: dict[Key, int]
 ) -> list[Event]:
-    """The collective as replay reads it, and the wait for it where there is one of its own."""
+    """The collective in the form that replay reads, and its wait if it has one."""
     if is_bucket:
         return [row]
     row = row._replace(bucket=-1)
@@ -360,7 +361,7 @@ def _of_collective(
 
 
 def _passes(step: int, rows: Sequence[Event], buckets: Sequence[Event]) -> list[Event]:
-    """Backward computes until the wait for its last bucket begins, and lasts until that ends."""
+    """Infer the passes: backward computes until the wait for its last bucket begins, and ends with that wait."""
     window = next(row for row in rows if row.kind == Kind.STEP)
     if not buckets:
         return _passes_alone(step, rows, window)
@@ -396,7 +397,7 @@ def _passes(step: int, rows: Sequence[Event], buckets: Sequence[Event]) -> list[
 
 
 def _passes_alone(step: int, rows: Sequence[Event], window: Event) -> list[Event]:
-    """Forward until backward begins, and backward until its last share ends, where no gradients are reduced."""
+    """Infer the passes of a step that reduces no gradients from the recorded parts of backward."""
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
     begins_ns = min((row.start_ns for row in shares), default=window.end_ns)
     ends_ns = max((row.end_ns for row in shares), default=window.end_ns)

@@ -1,4 +1,4 @@
-"""Effects of passes that were measured for a trace, in a file of its folder."""
+"""Reads and writes the measured effects of passes, stored in the trace's folder."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class _Effects(BaseModel):
 
 
 def measured_effects(trace: Trace) -> Mapping[str, MeasuredEffect]:
-    """What was measured for ``trace``, by name; nothing where there is no such file.
+    """The measured effects for ``trace`` by name; empty without such a file.
 
-    Raises TraceError for a file that is damaged, or is of another model.
+    Raises TraceError if the file is damaged or belongs to another model.
     """
     path = trace.path / FILE
     if not path.is_file():
@@ -50,22 +50,22 @@ def measured_effects(trace: Trace) -> Mapping[str, MeasuredEffect]:
         data = json.loads(files.read_text(path, TraceError, "what was measured"))
     except ValueError as failure:
         raise TraceError(f"{what} is not JSON: {failure}", fix="Measure again.") from None
-    found = files.validate(data, _Effects, TraceError, what)
-    if found.fingerprint != trace.model.fingerprint:
+    document = files.validate(data, _Effects, TraceError, what)
+    if document.fingerprint != trace.model.fingerprint:
         raise TraceError(
-            f"{FILE} is of another model", got=found.fingerprint, expected=trace.model.fingerprint,
+            f"{FILE} belongs to another model", got=document.fingerprint, expected=trace.model.fingerprint,
             fix="Measure again.",
         )  # fmt: skip
     return MappingProxyType(
         {
             name: MeasuredEffect(effect.factor, effect.held_bytes, effect.memory)
-            for name, effect in found.effects.items()
+            for name, effect in document.effects.items()
         }
     )
 
 
 def save_effects(trace: Trace, effects: Mapping[str, MeasuredEffect], device: str) -> Path:
-    """Write ``effects``, measured on ``device``, into the folder of ``trace``, with those that are there already."""
+    """Add ``effects``, measured on ``device``, to the file in the folder of ``trace``."""
     all_effects = {**measured_effects(trace), **effects}
     document = _Effects(
         fingerprint=trace.model.fingerprint,

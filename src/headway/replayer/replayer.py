@@ -1,4 +1,4 @@
-"""Replay: the recorded steps again, on a given cluster, under a given strategy."""
+"""Replays recorded steps on a cluster, under any strategy, and predicts the step of the live job."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ from headway.strategies.registry import plugin_of
 from headway.trace.events import Event, Kind, Read
 from headway.trace.format import Trace
 
-LARGE = 0.03  # of a step
+LARGE = 0.03  # share of a step from which a gap is mentioned
 
 
 def gap_ns(ranks: Iterable[Sequence[Timeline]]) -> float:
-    """The mean time between the end of backward and the optimizer's step, without waits and recorded reads.
+    """The mean time in ns between the end of backward and the optimizer's step, without waits and recorded reads.
 
-    If a recorded read fetches all gradients, other time there needs no explanation.
+    A recorded read of all gradients explains the gap, so it then does not count.
     """
     return float(np.mean([_gap_ns(timeline) for timelines in ranks for timeline in timelines]))
 
 
 def gap_note(ranks: Iterable[Sequence[Timeline]], step_ms: float) -> tuple[str, ...]:
-    """What a large gap may mean for plans that are decoupled."""
+    """A note on what a large gap means for decoupled plans; empty for a small gap."""
     gap_ms = gap_ns(ranks) / 1e6
     if gap_ms < LARGE * step_ms:
         return ()
     return (
-        f"{gap_ms:.1f} ms of each step lie between backward and the optimizer's step, outside of any recorded read of "
-        "gradients. If the script reads .grad there itself, decoupled plans will be slower than predicted, because "
-        "such a read waits for communication.",
+        f"{gap_ms:.1f} ms of each step lie between backward and the optimizer's step, outside any recorded read of "
+        "gradients. If the script reads .grad there, decoupled plans will be slower than predicted, because the read "
+        "waits for communication.",
     )
 
 
@@ -103,10 +103,9 @@ NO_MESH: Mapping[str, int] = MappingProxyType({})
 
 
 def recorded_mesh(trace: Trace) -> Mapping[str, int]:
-    """Stages and replicas of each, the outermost dimension first; empty for a job without both.
+    """The mesh of stages and replicas, outermost dimension first; empty for a job without both.
 
-    Raises TraceError where ranks have stages otherwise than along a mesh, or where messages or collectives of gradients
-    are of other groups than those of the mesh.
+    Raises TraceError if the stages of ranks do not form a mesh, or if messages or gradient collectives cross its groups.
     """
     stages = len(trace.stages)
     if not stages or stages == trace.world_size or trace.stages_a_rank > 1:
@@ -115,30 +114,30 @@ def recorded_mesh(trace: Trace) -> Mapping[str, int]:
     stage_of = {rank: stage for rank, stage in _stages(trace).items() if stage >= 0}
     for mesh in ({PIPELINE: stages, DATA: replicas}, {DATA: replicas, PIPELINE: stages}):
         if stages * replicas == trace.world_size and all(
-            own[stage] == rank
+            pipeline_ranks[stage] == rank
             for rank, stage in stage_of.items()
-            for own in groups_along(mesh, PIPELINE)
-            if rank in own
+            for pipeline_ranks in groups_along(mesh, PIPELINE)
+            if rank in pipeline_ranks
         ):
             _check_groups(trace, mesh)
             return MappingProxyType(mesh)
     raise TraceError(
-        "replay does not support pipelines whose ranks lie otherwise than in a mesh of stages and replicas",
+        "replay does not support pipelines whose ranks do not form a mesh of stages and replicas",
         got=", ".join(f"stage {stage} on rank {rank}" for rank, stage in sorted(stage_of.items())),
-        expected=f"{stages} stages with as many replicas each, in order",
+        expected=f"{stages} stages with equally many replicas, in order",
         fix="Build process groups with torch.distributed.init_device_mesh.",
     )
 
 
-def recorded_on_mesh(found: Sequence[Strategy]) -> Strategy:
-    """The strategy of such a job, of those that its ranks were found under. Raises TraceError where it is not known."""
-    data = [each for each in found if each.dimension == DATA]
-    pipelines = [each for each in found if isinstance(each, PipelineStrategy)]
+def recorded_on_mesh(strategies: Sequence[Strategy]) -> Strategy:
+    """Combine the recorded strategies into a mesh strategy. Raises TraceError if stages do not use DDP."""
+    data = [strategy for strategy in strategies if strategy.dimension == DATA]
+    pipelines = [strategy for strategy in strategies if isinstance(strategy, PipelineStrategy)]
     if len(data) != 1 or not isinstance(data[0], DistributedDataParallelStrategy):
         raise TraceError(
-            "replay of pipelines side by side needs stages that are wrapped in DistributedDataParallel",
-            got=", ".join(each.describe() for each in data) or "no strategy for gradients that it knows",
-            fix="Use headway diagnose: its breakdown and its links are valid for these pipelines too.",
+            "replay of parallel pipelines needs stages wrapped in DistributedDataParallel",
+            got=", ".join(strategy.describe() for strategy in data) or "no known strategy for gradients",
+            fix="Use headway diagnose; its breakdown and links are valid for these pipelines too.",
         )
     order = pipelines[0] if pipelines else PipelineStrategy(order="recorded")
     return MeshStrategy(pipeline=order, data=data[0])
@@ -149,38 +148,39 @@ def _stages(trace: Trace) -> dict[int, int]:
 
 
 def _check_groups(trace: Trace, mesh: Mapping[str, int]) -> None:
-    """Replicas reduce gradients among themselves, and messages stay within a pipeline."""
-    replicas = {rank: set(own) for own in groups_along(mesh, DATA) for rank in own}
-    pipelines = {rank: set(own) for own in groups_along(mesh, PIPELINE) for rank in own}
+    """Raise TraceError unless replicas reduce gradients among themselves and messages stay within a pipeline."""
+    replicas = {rank: set(group_ranks) for group_ranks in groups_along(mesh, DATA) for rank in group_ranks}
+    pipelines = {
+        rank: set(group_ranks) for group_ranks in groups_along(mesh, PIPELINE) for rank in group_ranks
+    }
     for rank, events in trace.events.items():
         reduced = events.of_kind(Kind.COLLECTIVE)
         for group in np.unique(np.array(reduced.group)[reduced.bucket >= 0]).tolist():
             if set(trace.members(group)) != replicas[rank]:
                 raise TraceError(
-                    "replay does not support gradients that are reduced among other ranks than a stage's replicas",
+                    "replay requires gradients to be reduced among the replicas of a stage",
                     got=f"rank {rank} with ranks {', '.join(map(str, sorted(trace.members(group))))}",
                     expected=f"ranks {', '.join(map(str, sorted(replicas[rank])))}",
                 )  # fmt: skip
         messages = events.of_kind(Kind.SEND, Kind.RECEIVE)
-        others = set(messages.peer[messages.stage >= 0].tolist()) - pipelines[rank]
-        if others:
+        strangers = set(messages.peer[messages.stage >= 0].tolist()) - pipelines[rank]
+        if strangers:
             raise TraceError(
-                "replay does not support pipelines that send each other messages",
-                got=f"rank {rank} to or from rank {min(others)}",
+                "replay does not support messages between pipelines",
+                got=f"rank {rank} to or from rank {min(strangers)}",
             )
 
 
 def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True) -> Job:
-    """The job of ``trace`` on ``cluster``, which has as many workers.
+    """The job of ``trace`` on ``cluster``, which has the same number of workers.
 
-    ``has_parameters`` is False where the trace names buckets for parameters. Raises TraceError as
-    ``timelines_of`` does.
+    ``has_parameters`` is False if buckets stand for parameters. Raises TraceError as ``timelines_of`` does.
     """
 
     def timelines(factors: Mapping[str, float]) -> dict[int, tuple[Timeline, ...]]:
         return {
-            rank: tuple(timeline.undisturbed(cluster.compute_slowdown) for timeline in own)
-            for rank, own in timelines_of(trace, factors).items()
+            rank: tuple(timeline.undisturbed(cluster.compute_slowdown) for timeline in rank_timelines)
+            for rank, rank_timelines in timelines_of(trace, factors).items()
         }
 
     refusals = (info.refusals for info in reversed(trace.manifest.ranks))
@@ -199,9 +199,9 @@ def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True)
 
 
 def boundary_bytes(trace: Trace) -> tuple[int, ...]:
-    """What each stage of a pipeline but the last hands on of one micro-batch: the size of its messages, in the median.
+    """The bytes that each stage except the last passes on per micro-batch: the median size of its messages.
 
-    Activations and their gradients are as large as each other.
+    Activations and their gradients have the same size.
     """
     if not trace.stages:
         return ()
@@ -211,16 +211,16 @@ def boundary_bytes(trace: Trace) -> tuple[int, ...]:
         for row in events.of_kind(Kind.SEND):
             if row.stage >= 0:
                 rows[row.step, row.stage, row.micro_batch].append(row)
-        for (_, stage, _), own in rows.items():
-            for boundary, row in zip(_boundaries(stage, own, trace.ranks_of_stages), own, strict=True):
+        for (_, stage, _), sends in rows.items():
+            for boundary, row in zip(_boundaries(stage, sends, trace.ranks_of_stages), sends, strict=True):
                 sizes[boundary].append(row.size_bytes)
     return tuple(round(median(sizes[stage] or [0])) for stage in range(len(trace.stages) - 1))
 
 
 def _boundaries(stage: int, rows: Sequence[Event], ranks_of: Mapping[int, Sequence[int]]) -> Iterator[int]:
-    """Which boundary each message of one micro-batch that ``stage`` sent has crossed, in the order in which it did.
+    """The boundary that each message of one micro-batch from ``stage`` crosses, in order of sending.
 
-    Where the stages before and behind are on one rank, the first half are activations, the others gradients.
+    If the previous and the next stage are on one rank, the first half of the messages carries activations.
     """
     both = [
         row.peer in ranks_of.get(stage + 1, ()) and row.peer in ranks_of.get(stage - 1, ()) for row in rows
@@ -235,7 +235,7 @@ def _boundaries(stage: int, rows: Sequence[Event], ranks_of: Mapping[int, Sequen
 
 
 def _optimizers(trace: Trace) -> OptimizerUse:
-    """The optimizers that stepped, and how many updates follow one backward, on one rank, in most recorded steps."""
+    """The optimizers in use, and the median number of updates after a backward on one rank."""
     names = {row.name for events in trace.events.values() for row in events.of_kind(Kind.OPTIMIZER)}
     rows = trace.events[min(trace.events)].of_kind(Kind.BACKWARD_PASS, Kind.OPTIMIZER)
     most: Counter[int] = Counter()
@@ -248,13 +248,12 @@ def _optimizers(trace: Trace) -> OptimizerUse:
 
 
 class Replayer:
-    """Replays one trace, as often as needed: what does not change is computed once.
+    """Replays one trace any number of times; whatever does not change is computed once.
 
-    If ``cluster`` is None, it is what the job measured itself, or the links are fitted from the trace. A trace without
-    parameters, or without some of its ranks, is replayed as far as possible; ``lacks`` says what is missing. Raises
-    TraceError where the trace lacks the collectives that a replay needs, where its ranks took different numbers of
-    steps, and on the first replay where the recorded communication is not that of the recorded strategy, or where a
-    plan is to be laid over a trace without parameters.
+    Without ``cluster``, uses the one that the job measured, or fits the links from the trace. A trace without parameter
+    names or without some ranks is replayed as far as possible; ``lacks`` says what is missing. Raises TraceError if the
+    trace has no collectives to replay, or its ranks took different numbers of steps. The first replay raises TraceError
+    if the recorded communication does not match the recorded strategy, or a plan needs missing parameter names.
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
@@ -266,25 +265,23 @@ class Replayer:
         self._recorded = trace
         self._simulator = Simulator()
         self._slower: WeakKeyDictionary[Job, Job] = WeakKeyDictionary()
-        known = cluster or trace.cluster
-        self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
+        declared = cluster or trace.cluster
+        self.cluster = _fitted(self.trace) if declared is None else _with_host_costs(declared, trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
                 "the cluster is for another world size",
                 got=f"{self.cluster.world_size} workers",
-                expected=f"the trace's {trace.world_size}",
+                expected=f"{trace.world_size}, as in the trace",
                 fix="To change the number of workers, use --what-if workers=N.",
             )
         if min(self.recorded_step_times_ms) <= 0:
-            raise TraceError(
-                "a recorded step takes no time, so there is nothing to replay", fix="Record again."
-            )
+            raise TraceError("a recorded step has no duration", fix="Record again.")
         self.job = recorded_job(self.trace, self.cluster, has_parameters=bool(trace.model.parameters))
 
     @cached_property
     def recorded_strategy(self) -> Strategy:
-        """The strategy that was in force when the trace was recorded."""
-        found = [
+        """The strategy in force during the recording."""
+        strategies = [
             files.validate(options, registry.policy_named(name), TraceError, f"the trace's strategy {name}")
             for name, options in self.trace.manifest.ranks[0].strategy.items()
             if name in registry.names()
@@ -292,45 +289,45 @@ class Replayer:
         for name in self.trace.manifest.ranks[0].strategy:
             registry.check_usable(name)
         if self.job.mesh:
-            return recorded_on_mesh(found)
-        for strategy in found:
+            return recorded_on_mesh(strategies)
+        for strategy in strategies:
             return strategy
         raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
 
     @cached_property
     def recorded_step_times_ms(self) -> tuple[float, ...]:
-        """For each recorded step, its mean length over ranks."""
+        """The duration of each recorded step, averaged over ranks."""
         steps = [events.of_kind(Kind.STEP) for events in self.trace.events.values()]
         lengths = [step.duration_ns[np.isin(step.step, self.trace.steps)] / 1e6 for step in steps]
         return tuple(np.mean(lengths, axis=0).tolist())
 
     @property
     def recorded_step_ms(self) -> float:
-        """The mean recorded step, over steps and ranks."""
+        """The mean recorded step time over steps and ranks."""
         return float(np.mean(self.recorded_step_times_ms))
 
     @property
     def recorded_error_ms(self) -> float:
-        """The standard error of that mean."""
+        """The standard error of ``recorded_step_ms``."""
         return _standard_error_ms(self.recorded_step_times_ms)
 
     @cached_property
     def base(self) -> Simulation:
-        """The replay of the recorded job as it was."""
+        """The replay of the job as recorded."""
         return self.replay()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the trace lacks, and what makes answers from it less reliable."""
+        """Notes on what the trace lacks, and on what makes predictions less reliable."""
         steps_ms = dict(zip(self.trace.steps, self.recorded_step_times_ms, strict=False))
-        said = (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
-        # Where communication goes on behind a backward, a look that takes long waits, and waits are recorded.
+        notes = (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
+        # If communication continues after backward, a slow read of gradients shows up as a recorded wait already.
         if plugin_of(self.recorded_strategy).carries_over:
-            return said
-        return (*said, *gap_note(self.job.steps.timelines.values(), self.recorded_step_ms))
+            return notes
+        return (*notes, *gap_note(self.job.steps.timelines.values(), self.recorded_step_ms))
 
     def expect(self, result: Simulation) -> Expectation:
-        """The expected step of the live job of which ``result`` is the replay, compared with the recorded one."""
+        """The expected step of the live job that ``result`` replays, relative to the recorded step."""
         recorded_ms = self.recorded_step_ms
         same = result.strategy.family == self.recorded_strategy.family
         step_ms = self._expected_ms(result.step_ms, same_strategy=same)
@@ -350,9 +347,9 @@ class Replayer:
         return Expectation(recorded_ms, step_ms, uncertainty_ms)
 
     def expect_outcome(self, outcome: Outcome) -> Expectation:
-        """The same of ranks that do not finish steps together: the mean iteration of a rank.
+        """The expected mean iteration of a rank under an asynchronous strategy.
 
-        Uncertainties are those of other strategies, and were not measured on such.
+        The uncertainty is that of synchronous strategies; it was not measured for asynchronous ones.
         """
         step_ms = self._expected_ms(outcome.step_ms, same_strategy=False)
         share = share_of_replay(same_strategy=False, busy=self.cluster.compute_slowdown > 0, crowded=False)
@@ -377,9 +374,9 @@ class Replayer:
         )
 
     def job_under(self, strategy: Strategy, mesh: Mapping[str, int] | None = None) -> Job:
-        """The recorded job with the stages of ``strategy``, along ``mesh``, if it names others than were recorded.
+        """The recorded job with the stages of ``strategy`` along ``mesh``, if they differ from the recorded ones.
 
-        Raises PlanError where the recording does not say what that would be.
+        Raises PlanError if the recording cannot be split this way.
         """
         job, slower = job_under(self.trace, self._faithful_job, self.recorded_strategy, strategy, mesh)
         if slower is not None:
@@ -387,11 +384,11 @@ class Replayer:
         return job
 
     def may_be_slower(self, job: Job, slower: Job) -> None:
-        """Take ``slower`` for what ``job`` may be at worst, in what is expected of it."""
+        """Register ``slower`` as the worst case of ``job``, which widens its uncertainty."""
         self._slower[job] = slower
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError unless ``plan`` was made for what was recorded, or for stages that it can be cut into."""
+        """Raise PlanError unless ``plan`` fits the recorded job, or stages that it can be split into."""
         trace = self._recorded
         stages = trace.stages
         if plan.world_size == trace.world_size and names_stages(plan.strategy):
@@ -400,7 +397,7 @@ class Replayer:
         plan.check_recorded(trace.model, stages, trace.world_size)
 
     def simulate(self, job: Job, strategy: Strategy) -> Simulation:
-        """Play ``job``, which was made of the recorded one."""
+        """Simulate ``job``, which was derived from the recorded one."""
         return self._simulator.simulate(job, strategy)
 
     def replay(
@@ -414,12 +411,10 @@ class Replayer:
     ) -> Simulation:
         """Replay every recorded step under ``strategy`` (by default the recorded one), ``what_if`` and ``passes``.
 
-        Ranks that do the same at the same moment are simulated once, unless ``fold`` is False.
-
-        The first step is simulated once before, so that what a strategy carries over from step to step is in flight.
-        A pipeline with ``split_points`` is replayed with these stages, along ``mesh`` if that has several dimensions.
-        Raises UnsupportedError for a strategy that the recorded job does not permit, PlanError for stages of which the
-        recording does not say enough.
+        Identical ranks are simulated once, unless ``fold`` is False. The first step runs once more as a warm-up, so
+        that communication carried over between steps is in flight. A pipeline with ``split_points`` is replayed with
+        these stages, along ``mesh`` if that has several dimensions. Raises UnsupportedError if the recorded job does not
+        permit the strategy, and PlanError if the recording does not show enough to form the stages.
         """
         with times_in_range():
             played = self._strategy_run(strategy)
@@ -436,7 +431,7 @@ class Replayer:
         *,
         passes: Sequence[Pass] = (),
     ) -> Outcome | None:
-        """What ranks do in a time under ``strategy`` where they do not finish steps together; None where they do.
+        """Simulate an asynchronous ``strategy`` over a time horizon; None for synchronous strategies.
 
         Raises as ``replay`` does.
         """
@@ -452,7 +447,7 @@ class Replayer:
         strategy: Strategy | None = None,
         what_if: WhatIf = WhatIf(),  # noqa: B008
     ) -> tuple[GraphBuilder[Any], OperationGraph]:
-        """The graph that ``replay`` would play, with all ranks."""
+        """The graph that ``replay`` simulates, with all ranks."""
         with times_in_range():
             played = self._strategy_run(strategy)
             job = self._faithful_job if strategy is None else self.job_under(strategy)
@@ -460,20 +455,20 @@ class Replayer:
 
     @cached_property
     def _faithful_job(self) -> Job:
-        """The job, of which a replay communicates what was recorded."""
+        """The job, after the check that its replay communicates what was recorded."""
         check_fidelity(self.trace, self.recorded_strategy, self.job)
         return self.job
 
-    def _strategy_run(self, asked: Strategy | None) -> Strategy:
-        if asked is not None:
+    def _strategy_run(self, strategy: Strategy | None) -> Strategy:
+        if strategy is not None:
             check_takes_plans(self._recorded)
-        if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
+        if strategy is None or (strategy.name == self.recorded_strategy.name and self._is_recorded(strategy)):
             return self.recorded_strategy
-        with asking("strategy", asked):
-            return plugin_of(asked).as_run(asked, self.job)
+        with asking("strategy", strategy):
+            return plugin_of(strategy).as_run(strategy, self.job)
 
-    def _is_recorded(self, asked: Strategy) -> bool:
-        return decided(asked, self.job) == self._recorded_schedule
+    def _is_recorded(self, strategy: Strategy) -> bool:
+        return decided(strategy, self.job) == self._recorded_schedule
 
     @cached_property
     def _recorded_schedule(self) -> Schedule:
@@ -494,13 +489,13 @@ def _fitted(trace: Trace) -> Cluster:
     except ValidationError as failure:
         complaint = failure.errors(include_url=False)[0]
         raise TraceError(
-            f"links cannot be fitted from the trace: {complaint['loc'][0]}: {complaint['msg']}",
+            f"cannot fit links from the trace: {complaint['loc'][0]}: {complaint['msg']}",
             got=repr(complaint["input"]), fix="Pass --cluster.",
         ) from None  # fmt: skip
 
 
 def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
-    """``cluster`` with the costs of updates on the recorded hosts, unless it has them itself, and the job's library."""
+    """``cluster`` with the job's library and the recorded hosts' update costs, where it lacks them."""
     library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
     for name in trace.manifest.ranks[0].strategy:
         if name in registry.names():

@@ -67,4 +67,4 @@ def test_rounds_are_recorded_diagnosed_and_drawn(
     assert "Change to the training" in capsys.readouterr().out
     for command in ("replay", "optimize"):
         assert run([command, str(folder)]) == 2
-        assert "average their models in groups" in capsys.readouterr().err
+        assert "average models in groups" in capsys.readouterr().err

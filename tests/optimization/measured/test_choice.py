@@ -134,7 +134,7 @@ def test_what_is_recorded_is_kept_where_a_gain_is_within_the_spread(found: Searc
     assert taken.plans[0].candidate is chosen.plans[0], "it was faster"
     assert taken.taken.candidate is chosen.kept[0]
     assert taken.keeps_recorded
-    assert taken.why.startswith("No other plan was faster by more than rounds differ: ")
+    assert taken.why.startswith("No other plan was faster by more than the variation between rounds: ")
 
 
 def test_a_recording_that_cannot_rank_plans_has_the_best_of_each_kind_measured(found: SearchResult) -> None:

@@ -16,7 +16,7 @@ from headway.graph.computation import Computation
 from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.planning.bound import Form, OwnBounds, bound_of, form_of, least_sent_share
+from headway.planning.bound import Form, PlanBounds, bound_of, form_of, least_sent_share
 from headway.planning.bound.step_bound import COMPUTATION
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 from headway.simulator.simulate import simulate
@@ -40,7 +40,7 @@ def check(case: Drawn, slack: float = ROUNDING) -> None:
             f"{strategy!r} beats the bound: {bound.reason}"
         )
         assert form_of(schedule) == form
-        own = OwnBounds(case.job).of(schedule)
+        own = PlanBounds(case.job).of(schedule)
         assert own.step_ns >= bound.step_ns * (1 - slack)
         least_ms = ((1 - slack) * own.step_ns - rounded_ns) / 1e6
         assert step_ms >= least_ms, f"{strategy!r} beats its own bound: {own.reason}"

@@ -1,7 +1,6 @@
-"""The bound of a step: what no plan over a cluster can beat."""
+"""Computes a lower bound of the step that no plan on a cluster can beat."""
 
-from headway.planning.bound.own import OwnBounds, form_of, least_sent_share
 from headway.planning.bound.periods import Form
-from headway.planning.bound.step_bound import StepBound, bound_of
+from headway.planning.bound.step_bound import PlanBounds, StepBound, bound_of, form_of, least_sent_share
 
-__all__ = ["Form", "OwnBounds", "StepBound", "bound_of", "form_of", "least_sent_share"]
+__all__ = ["Form", "PlanBounds", "StepBound", "bound_of", "form_of", "least_sent_share"]

@@ -1,39 +1,40 @@
-"""Periods: what a step asks of communication, from one moment at which everything before has arrived to the next.
+"""Splits the steps of a rank into periods, between moments at which all earlier communication has arrived.
 
-Where gradients are all-reduced while backward runs, that moment is the end of a step. Where they are gathered under the
-next forward it is the first gradient of a backward: it is accumulated only when the step before is settled. So periods
-follow each other, whatever is in flight when a step ends, and can be looked at one by one.
+If gradients are all-reduced during backward, that moment is the end of a step. If they are gathered during the next
+forward, it is the first gradient of a backward, which is accumulated only when the step before is settled. Periods do
+not overlap, whatever is in flight at the end of a step, so each can be bounded by itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
 from headway.graph.computation import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.model import ModelSpec
 
 Form = Literal["all-reduce", "gradients", "parameters"]
-"""When gradients are needed: all when backward ends; each when forward uses its parameter, which is updated first; each
-at that time, and updated elsewhere and at another time, by whoever has the sum of all."""
+"""When gradients are needed: "all-reduce" when backward ends; "gradients" when forward uses the parameter, which is
+updated first; "parameters" also then, but the rank that holds the sum has updated the parameter."""
 
 _NOT_COUNTED = {
-    "all-reduce": frozenset({Part.OPTIMIZER}),  # counted where the optimizer steps
+    "all-reduce": frozenset({Part.OPTIMIZER}),  # counted at the optimizer's step
     "gradients": frozenset({Part.OPTIMIZER, Part.FINALIZE}),
-    "parameters": frozenset({Part.OPTIMIZER, Part.FINALIZE, Part.READ}),  # of which ranks may do a share each
+    "parameters": frozenset({Part.OPTIMIZER, Part.FINALIZE, Part.READ}),  # ranks may each do a share of these
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What one rank computes in a period, and between which of its moments each gradient is exchanged (ns).
+    """The computation of one rank in a period, and when each gradient is ready and needed (ns).
 
-    The gradient of ``parameter`` is there ``released_ns[parameter]`` after the beginning, and the rank computes for
-    ``after_ns[parameter]`` from when it needs what has become of it to the end. The optimizer steps ``step_ns`` after
-    the beginning, or not at all (None). With ``halves``, whoever has the sum of a gradient sends on what the step has
-    made of it, and not before.
+    The gradient of ``parameter`` is ready ``released_ns[parameter]`` after the beginning; from its use on, the rank
+    computes for ``after_ns[parameter]`` until the end. The optimizer steps ``step_ns`` after the beginning, or not at all
+    (None). With ``halves``, the second half of the exchange carries the updated parameter, after the optimizer's step.
     """
 
     computation_ns: float
@@ -44,15 +45,15 @@ class Period:
 
     @classmethod
     def fastest(cls, periods: Sequence[Period]) -> Period:
-        """A period that asks no more than any of ``periods``, which are not none."""
+        """A period that demands no more than any of ``periods`` (at least one)."""
         steps = [period.step_ns for period in periods if period.step_ns is not None]
         common = [
-            name for name in periods[0].released_ns if all(name in each.released_ns for each in periods)
+            name for name in periods[0].released_ns if all(name in period.released_ns for period in periods)
         ]
         return cls(
-            min(each.computation_ns for each in periods),
-            {name: min(each.released_ns[name] for each in periods) for name in common},
-            {name: min(each.after_ns[name] for each in periods) for name in common},
+            min(period.computation_ns for period in periods),
+            {name: min(period.released_ns[name] for period in periods) for name in common},
+            {name: min(period.after_ns[name] for period in periods) for name in common},
             min(steps) if len(steps) == len(periods) else None,
             periods[0].halves,
         )
@@ -60,9 +61,9 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class RankPeriods:
-    """The periods of one rank in order, and what it computes besides in the steps that count (``edges_ns``).
+    """The periods of one rank in order, and its computation outside of them in the steps that count (``edges_ns``).
 
-    That is what lies behind the last period, less what lies of the first one before the first step that counts.
+    ``edges_ns`` is the part after the last period, minus the part of the first period before the first counted step.
     """
 
     periods: tuple[Period, ...]
@@ -70,12 +71,12 @@ class RankPeriods:
 
     @property
     def computation_ns(self) -> float:
-        """What the rank computes in the steps that count."""
+        """The rank's computation in the steps that count."""
         return sum(period.computation_ns for period in self.periods) + self.edges_ns
 
 
 def periods_of(steps: Sequence[Timeline], model: ModelSpec, form: Form) -> RankPeriods:
-    """The periods of a rank that takes ``steps``, the first of which it has taken once before."""
+    """The periods of a rank that takes ``steps``, with the first step taken once more as a warm-up."""
     reader = _Reader(model, form)
     if form == "all-reduce":
         return RankPeriods(tuple(reader.read_alone(step) for step in steps), 0.0)
@@ -88,7 +89,7 @@ def periods_of(steps: Sequence[Timeline], model: ModelSpec, form: Form) -> RankP
 
 @dataclass(slots=True)
 class _Open:
-    """A period that goes on. Moments are counted from its beginning."""
+    """An unfinished period. Times count from its beginning."""
 
     begun_ns: float
     released_ns: dict[str, float] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class _Open:
 
 
 class _Reader:
-    """Reads a rank's steps one after the other. ``closed`` are the periods that are over."""
+    """Reads a rank's steps in order; ``closed`` are the finished periods."""
 
     def __init__(self, model: ModelSpec, form: Form) -> None:
         self._parameters = model.by_name
@@ -115,18 +116,18 @@ class _Reader:
 
     @property
     def outside_ns(self) -> float:
-        """What lies before the first period and behind the last one."""
+        """The time before the first period and after the last one."""
         return self._before_ns + self.now_ns - self._open.begun_ns if self._begun else self.now_ns
 
     def read_alone(self, step: Timeline) -> Period:
-        """The period that is ``step`` itself."""
+        """Read ``step`` as a period of its own."""
         self._open = _Open(self.now_ns)
         self._begun = True
         self._read(step)
         return self._close()
 
     def read(self, step: Timeline) -> None:
-        """Go on with ``step``, whose first gradient ends a period."""
+        """Continue with ``step``, whose first gradient ends a period."""
         ready = (
             index
             for index, item in enumerate(step.items)
@@ -186,10 +187,10 @@ class _Reader:
         return Period(length_ns, open_.released_ns, after_ns, open_.step_ns, self._form == "parameters")
 
     def _add_updates(self, after_ns: dict[str, float]) -> float:
-        """Add the updates to ``after_ns``, and return what all of them take.
+        """Add the updates to ``after_ns``, and return the time of all updates.
 
-        A parameter is updated when it is used, and what is used later is updated later; unless the script reads some
-        of them, which may then be updated before. Of those that are used at the same time, any may be the last.
+        A parameter is updated on use, so later used ones are updated later, unless the script reads some (these may be
+        updated before). Among parameters used at the same time, any may be the last.
         """
         open_ = self._open
 
@@ -205,3 +206,53 @@ class _Reader:
                 after_ns[name] += own_ns(name) + (0.0 if open_.reads else later_ns)
             later_ns += sum(map(own_ns, names))
         return later_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The computation of ranks in the steps that count, in ns: of the slowest rank, and the mean over ranks.
+
+    ``fastest`` has, for each period, one that demands no more than the period of any rank; it is empty if ranks exchange
+    gradients in different steps. ``edges_ns`` is the computation outside of periods (``RankPeriods``).
+    """
+
+    slowest_ns: float
+    mean_ns: float
+    fastest: Sequence[Period]
+    edges_ns: float
+
+
+def ranks_of(job: Job, form: Form) -> Ranks:
+    """Summarize the ranks of ``job``. Unrecorded ranks act like recorded ones, perhaps shifted by some steps."""
+    computation, timelines = job.steps, job.steps.timelines
+    names = sorted(timelines)
+    by_chance = min(1.0, job.incidents.slow_factor) if job.incidents.slow_share else 1.0
+    alike = Counter(
+        (rank if rank in timelines else names[rank % len(names)], computation.factor_of(rank) * by_chance)
+        for rank in range(job.world_size)
+    )
+    scaled = [
+        [step.scaled(factor) if factor != 1.0 else step for step in timelines[rank]] for rank, factor in alike
+    ]
+    any_step_first = job.world_size > len(timelines)
+    by_rank = [
+        [
+            periods_of(steps[first:] + steps[:first], job.model, form)
+            for first in (range(len(steps)) if any_step_first else (0,))
+        ]
+        for steps in scaled
+    ]
+    computed_ns = [min(rank.computation_ns for rank in rank_steps) for rank_steps in by_rank]
+    total_ns = sum(own_ns * count for own_ns, count in zip(computed_ns, alike.values(), strict=True))
+    every = [rank for rank_steps in by_rank for rank in rank_steps]
+    fastest: list[Period] = []
+    if len({len(rank.periods) for rank in every}) == 1:
+        fastest = [Period.fastest(periods) for periods in zip(*(rank.periods for rank in every), strict=True)]
+        if any_step_first:
+            fastest = [Period.fastest([period for rank in every for period in rank.periods])] * len(fastest)
+    return Ranks(
+        max(computed_ns),
+        total_ns / job.world_size,
+        fastest,
+        min(rank.edges_ns for rank in every),
+    )

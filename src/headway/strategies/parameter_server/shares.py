@@ -1,4 +1,4 @@
-"""How much each worker should serve where links are unequal: so that the slowest carries as little as possible."""
+"""Chooses how much each worker serves as a parameter server if links are unequal."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from headway.strategies.candidates import Candidate, Question
 from headway.strategies.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 
 LEAST_DIFFERENCE = 0.1
-"""By so much the rates of links have to differ."""
+"""The least relative difference of link rates for unequal shares."""
 PARTS, PARTS_A_WORKER, MOST_PARTS_OF_ONE = 96, 8, 1000
 LEAST_RATE = 0.05
-"""What other traffic leaves of a link's rate at the least."""
+"""The least share of a link's rate that other traffic leaves."""
 HALVINGS = 60
 
 
 def shares_on(cluster: Cluster) -> tuple[int, ...]:
-    """The shares of the workers of ``cluster``; none where equal ones are about the best.
+    """The shares of the workers of ``cluster``; empty if equal shares are about optimal.
 
-    With ``n`` workers, one that serves the part ``s`` sends and receives ``1 + (n - 2) s`` times the gradients
-    (``collectives.servers``). So in the time ``t`` a link of rate ``r`` has room for ``s = (t r - 1) / (n - 2)``, and
-    the least ``t`` is that in which all parts find room, but for workers whose link does not even bring their own
-    gradients away: these serve one part. With two workers, and with several on a host, all serve alike.
+    With ``n`` workers, one that serves the share ``s`` sends and receives ``1 + (n - 2) s`` times the gradients
+    (``collectives.servers``). In time ``t``, a link of rate ``r`` thus has room for ``s = (t r - 1) / (n - 2)``. The
+    optimum is the least ``t`` in which all shares fit; workers whose link is too slow for their own gradients serve the
+    least share. With two workers, or several on a host, all serve alike.
     """
     count = cluster.world_size
     if count < 3 or any(host.workers > 1 for host in cluster.hosts):
@@ -43,10 +43,11 @@ def shares_on(cluster: Cluster) -> tuple[int, ...]:
 
 
 def _rates(cluster: Cluster) -> list[float]:
-    """What each host's link can carry both ways, in Gbit/s, besides what others send over it all the time."""
+    """The rate of each host's link in both directions, in Gbit/s, besides permanent traffic."""
     up = {host.name: host.up_gbps for host in cluster.hosts}
     down = {host.name: host.down_gbps for host in cluster.hosts}
-    for traffic in (each for each in cluster.traffic if not each.start_ms and each.end_ms is None):
+    lasting = (flow for flow in cluster.traffic if not flow.start_ms and flow.end_ms is None)
+    for traffic in lasting:
         up[traffic.source] -= traffic.gbps
         down[traffic.target] -= traffic.gbps
     return [

@@ -1,4 +1,4 @@
-"""The planner: bucket schedules for a recorded step, proposed, predicted and improved within seconds.
+"""Plans bucket schedules for a recorded step within seconds.
 
 It starts from published fusion policies and from caps of many sizes, predicts each with ``surrogate.Predictor``, and
 goes on from the best by local search. Everything is deterministic.
@@ -29,7 +29,7 @@ _EARLY_GATHER_THRESHOLDS = (None, 0.0, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class PlannedSchedule:
-    """A schedule and the step predicted of it, in nanoseconds."""
+    """A schedule and its predicted step, in ns."""
 
     schedule: BucketSchedule
     step_ns: float
@@ -37,19 +37,19 @@ class PlannedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The best schedules, fastest first, and how many predictions that took."""
+    """The best schedules, fastest first, and the number of predictions made."""
 
     schedules: tuple[PlannedSchedule, ...]
     evaluated: int
 
     def best(self, gather: GatherMode | None = None) -> PlannedSchedule:
-        """The fastest schedule, of one form where given."""
+        """The fastest schedule, optionally of one form."""
         return next(s for s in self.schedules if gather is None or s.schedule.gather == gather)
 
     def predicted_anew(self, predict: Callable[[BucketSchedule], float]) -> Planned:
-        """The same schedules with the steps that ``predict`` says (ns), fastest first."""
-        again = [replace(schedule, step_ns=predict(schedule.schedule)) for schedule in self.schedules]
-        return replace(self, schedules=tuple(sorted(again, key=lambda each: each.step_ns)))
+        """The schedules with their steps predicted again by ``predict`` (ns), fastest first."""
+        again = [replace(planned, step_ns=predict(planned.schedule)) for planned in self.schedules]
+        return replace(self, schedules=tuple(sorted(again, key=lambda planned: planned.step_ns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,11 @@ def plan(
     keep: int = 2,
     effort: int = 400,
 ) -> Planned:
-    """Plan the communication of the gradients of ``job``, whose ranks are taken for like the slowest of them.
+    """Plan gradient communication for ``job``, as if all ranks were like the slowest.
 
-    For each form of gathering and each of ``channels``, the numbers of collectives that may be in flight at a time,
-    the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions. So they are for each
-    choice of algorithms that the cluster's measured costs speak for. When time is up (``time_limit``) nothing is
-    improved any more, and other algorithms than rings are left out.
+    For each form of gathering, each number of ``channels`` (collectives in flight) and each promising choice of
+    algorithms, returns the ``keep`` best schedules, improved with at most ``effort`` predictions each. When time is up
+    (``time_limit``), stops improving and skips algorithms other than rings.
     """
     model, profile, cluster = job.model, profile_of(job.steps.timelines), job.on
     costs = LinkCosts(cluster)
@@ -80,15 +79,15 @@ def plan(
         ScheduleDrafter(Predictor(model, profile, cluster, algorithms, costs))
         for algorithms in algorithm_choices(costs, model.size_bytes)
     ]
-    found = [
-        each
+    results = [
+        schedule
         for number, drafter in enumerate(drafters)
         if not (number and time_is_up())
-        for each in _planned(drafter, forms, channels, keep, effort)
+        for schedule in _planned(drafter, forms, channels, keep, effort)
     ]
-    found.sort(key=lambda planned: planned.step_ns)
+    results.sort(key=lambda planned: planned.step_ns)
     evaluated = sum(drafter.evaluated for drafter in drafters)
-    return Planned(tuple(found), evaluated)
+    return Planned(tuple(results), evaluated)
 
 
 def _planned(
@@ -125,11 +124,11 @@ def _predicted(
 
 
 def _improved(drafter: ScheduleDrafter, drafts: Iterable[_Draft], effort: int) -> list[PlannedSchedule]:
-    """What local search makes of the drafts, best first, each schedule once."""
-    found: dict[BucketSchedule, tuple[float, float]] = {}
+    """The drafts after local search, best first, without duplicates."""
+    evaluated: dict[BucketSchedule, tuple[float, float]] = {}
     for draft in drafts:
         cost_ns, groups = refine(drafter, draft.groups, draft.options, effort)
         step_ns = drafter.step_ns(groups, draft.options)
-        found.setdefault(drafter.schedule(groups, draft.options), (cost_ns, step_ns))
-    ranked = sorted(found.items(), key=lambda pair: pair[1])
+        evaluated.setdefault(drafter.schedule(groups, draft.options), (cost_ns, step_ns))
+    ranked = sorted(evaluated.items(), key=lambda pair: pair[1])
     return [PlannedSchedule(schedule, step_ns) for schedule, (_, step_ns) in ranked]
