@@ -195,7 +195,7 @@ def test_only_recordings_of_ddp_tell_the_times_of_modules() -> None:
     [
         (("layer1", "nowhere", "head"), "at this split point"),
         (("layer2", "layer1", "head"), "do not give the requested number of stages"),
-        (("layer1", "layer2"), "do not share the recorded ranks"),
+        (("layer1", "layer2"), "do not divide the recorded ranks"),
     ],
 )
 def test_stages_by_hand_that_cannot_be(points: tuple[str, ...], said: str) -> None:
