@@ -22,7 +22,7 @@ from headway.recording import collectives, modules, patching
 from headway.recording.chains import ChainWatch, _Look
 from headway.recording.collectives import CollectiveTap
 from headway.recording.connections import ConnectionWatch
-from headway.recording.grad_access import LookWatch, ReadWatch
+from headway.recording.grad_access import AccessWatch, ReadWatch
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch
 from headway.recording.modules import ModuleWatch
@@ -37,7 +37,7 @@ FAULTS: list[tuple[Any, str]] = [
     (Recorder, "_write"), (StepClock, "counts"), (ModuleWatch, "_enter_pass"),
     (ModuleWatch, "_leave_pass"), (ModuleWatch, "mark_begin"), (ModuleWatch, "backward"), (modules, "_holds"),
     (ReadWatch, "looking_ends"), (ReadWatch, "backward_ended"), (ReadWatch, "stepped"), (ReadWatch, "_read_of"),
-    (LookWatch, "_note"), (CollectiveTap, "release_finished"), (collectives, "_size_bytes"),
+    (AccessWatch, "_note"), (CollectiveTap, "release_finished"), (collectives, "_size_bytes"),
     (ConnectionWatch, "begin"), (ConnectionWatch, "end_step"), (PauseWatch, "_ended"), (PauseWatch, "_collecting"),
     (MessageWatch, "_waited"), (UpdateWatch, "step_begins"), (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),
     (InputWatch, "_is_recording"),
@@ -158,7 +158,7 @@ def test_a_function_that_is_observed_does_what_it_does(when: str, capsys: pytest
             if when == "after":
                 raise LookupError("observer")
 
-    take_off = patching.lay_over(Owner, "act", observe)
+    take_off = patching.patch_method(Owner, "act", observe)
     assert Owner.act(3) == 6
     with pytest.raises(ValueError, match="the job's own"):
         Owner.act(-1)
@@ -174,6 +174,6 @@ def test_an_interrupt_in_an_observer_is_the_jobs() -> None:
     class Owner:
         act = staticmethod(lambda: 1)
 
-    patching.lay_over(Owner, "act", observe)
+    patching.patch_method(Owner, "act", observe)
     with pytest.raises(KeyboardInterrupt):
         Owner.act()

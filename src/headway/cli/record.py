@@ -171,10 +171,10 @@ def _finish(staging: Path, output: Path, ended: CommandOutcome, command: tuple[s
     Raises LaunchError where nothing was recorded, unless Headway was told to end: then one line says so.
     """
     from headway.recording.finish import finish_recording
-    from headway.recording.place import elsewhere
+    from headway.recording.place import recording_elsewhere
 
     status = ended.exit_status
-    found = elsewhere(staging)
+    found = recording_elsewhere(staging)
     if found is not None:
         print(f"headway: {_outcome(*found)}", file=sys.stderr)
         return False

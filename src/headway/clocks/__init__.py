@@ -1,7 +1,7 @@
 """Clocks that were never compared, brought onto one by what must have come before what.
 
 meetings_of   what ranks did together: collectives and messages, matched by name and number, never by time
-fit_clocks    offsets and drifts from them, as a linear programme, with an uncertainty a clock
+fit_clocks    offsets and drifts from them, as a linear program, with an uncertainty a clock
 aligned       events on the clock that others were brought onto
 """
 

@@ -18,12 +18,12 @@ from headway.trace.format import ClockFit
 def aligned(events: Events, fit: ClockFit) -> Events:
     """The same events on the clock that ``fit`` brings them onto. What an event leaves out stays left out."""
     start_ns = aligned_ns(events.start_ns, fit)
-    asked = events.enqueue_ns >= 0
+    has_enqueue = events.enqueue_ns >= 0
     return replace(
         events,
         start_ns=start_ns,
         duration_ns=np.maximum(aligned_ns(events.end_ns, fit) - start_ns, 0),
-        enqueue_ns=np.where(asked, aligned_ns(events.enqueue_ns, fit), -1),
+        enqueue_ns=np.where(has_enqueue, aligned_ns(events.enqueue_ns, fit), -1),
     )
 
 
@@ -69,10 +69,10 @@ class ClockComponent:
 
 def components(meetings: Meetings, prior: Mapping[int, ClockFit]) -> list[ClockComponent]:
     """All clocks in components, clock 0's first. ``prior`` holds what is known of clocks against clock 0."""
-    found: set[int] = set()
-    made = []
+    visited: set[int] = set()
+    connected = []
     for first in range(len(meetings.clocks)):
-        if first in found:
+        if first in visited:
             continue
         component = {first: 0}
         _follow(meetings, component, first)
@@ -81,9 +81,9 @@ def components(meetings: Meetings, prior: Mapping[int, ClockFit]) -> list[ClockC
                 if clock not in component:
                     component[clock] = _base_ns(meetings, clock, fit)
                     _follow(meetings, component, clock)
-        found.update(component)
-        made.append(ClockComponent(tuple(component), tuple(component.values())))
-    return made
+        visited.update(component)
+        connected.append(ClockComponent(tuple(component), tuple(component.values())))
+    return connected
 
 
 def _base_ns(meetings: Meetings, clock: int, fit: ClockFit) -> int:
@@ -96,22 +96,22 @@ def _follow(meetings: Meetings, component: dict[int, int], first: int) -> None:
     waiting = deque([first])
     while waiting:
         clock = waiting.popleft()
-        for other, ahead_ns in _neighbours(meetings, clock, component):
-            component[other] = min(max(component[clock] + ahead_ns, -_FARTHEST_NS), _FARTHEST_NS)
-            waiting.append(other)
+        for neighbour, ahead_ns in _neighbours(meetings, clock, component):
+            component[neighbour] = min(max(component[clock] + ahead_ns, -_FARTHEST_NS), _FARTHEST_NS)
+            waiting.append(neighbour)
 
 
-def _neighbours(meetings: Meetings, clock: int, known: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The clocks that ``clock`` met and that are not ``known``, and by how much it is ahead of each: the median."""
-    own = np.flatnonzero(meetings.clock == clock)
-    own_row = np.full(int(meetings.meeting[-1]) + 1 if len(meetings) else 0, -1, dtype=np.intp)
-    own_row[meetings.meeting[own]] = own
-    rows = np.flatnonzero(own_row[meetings.meeting] >= 0)
-    rows = rows[~np.isin(meetings.clock[rows], list(known))]
+def _neighbours(meetings: Meetings, clock: int, visited: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The clocks that ``clock`` met and that are not ``visited``, and by how much it is ahead of each: the median."""
+    rows_here = np.flatnonzero(meetings.clock == clock)
+    row_here = np.full(int(meetings.meeting[-1]) + 1 if len(meetings) else 0, -1, dtype=np.intp)
+    row_here[meetings.meeting[rows_here]] = rows_here
+    rows = np.flatnonzero(row_here[meetings.meeting] >= 0)
+    rows = rows[~np.isin(meetings.clock[rows], list(visited))]
     sent = (meetings.form == MESSAGE) & meetings.holds
     moment_ns: Ints = np.where(sent, meetings.arrival_ns, meetings.end_ns)
-    ahead_ns = moment_ns[own_row[meetings.meeting[rows]]] - moment_ns[rows]
+    ahead_ns = moment_ns[row_here[meetings.meeting[rows]]] - moment_ns[rows]
     order = np.lexsort((ahead_ns, meetings.clock[rows]))
-    others, first, count = np.unique(meetings.clock[rows][order], return_index=True, return_counts=True)
+    neighbours, first, count = np.unique(meetings.clock[rows][order], return_index=True, return_counts=True)
     middle_ns = ahead_ns[order[first + count // 2]]
-    return list(zip(others.tolist(), middle_ns.tolist(), strict=True))
+    return list(zip(neighbours.tolist(), middle_ns.tolist(), strict=True))

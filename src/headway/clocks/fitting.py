@@ -69,8 +69,8 @@ def _at(limits: Limits, nodes: int, end: float, drift_us: float) -> tuple[Indice
     most_us, away = np.abs(limits.most_us), np.abs(end - limits.place)
     pair, number = np.unique(limits.lower * nodes + limits.upper, return_inverse=True)
     back = (pair % nodes) * nodes + pair // nodes
-    found = np.minimum(np.searchsorted(pair, back), len(pair) - 1)
-    opposite = np.where(pair[found] == back, found, -1)
+    reverse = np.minimum(np.searchsorted(pair, back), len(pair) - 1)
+    opposite = np.where(pair[reverse] == back, reverse, -1)
     best_us = np.full(len(pair), np.inf)
     np.minimum.at(best_us, number, most_us + away * drift_us)
     near, far = _pairings(number, opposite)
@@ -118,12 +118,12 @@ MUCH = 0.25  # the share of bounds that are not broken by chance
 def uncertainties_us(estimate: Estimate, priors: Sequence[Prior], ends: tuple[float, float]) -> Floats:
     """How wrong each clock may be between ``ends`` (-1 and 1: those of the meetings); infinite where nothing says."""
     rows, values = estimate.rows, estimate.values
-    known = _Known.of(rows, values, priors)
+    prior_limits = _Known.of(rows, values, priors)
     agreed = _Agreed.of(estimate)
-    limits = Limits.concatenated([_bounds(rows, values), known.limits(), agreed.limits(rows.clocks)])
+    limits = Limits.concatenated([_bounds(rows, values), prior_limits.limits(), agreed.limits(rows.clocks)])
     nodes = rows.clocks + int(agreed.company.max(initial=-1)) + 1
     errors = errors_us(limits, nodes, ends, rows.half_us)[: rows.clocks]
-    for clock, broken_us in (known.broken(), agreed.broken(), _broken_bounds(rows, values)):
+    for clock, broken_us in (prior_limits.broken(), agreed.broken(), _broken_bounds(rows, values)):
         np.maximum.at(errors, clock, broken_us)
     errors = np.maximum(errors, estimate.doubt_us)
     errors[0] = 0.0
@@ -248,12 +248,12 @@ FLAW = 8.0  # how many times the usual an end is off to be left out
 DOUBTED = 0.2  # what share of a clock's rows may be left out without a doubt
 
 
-# The estimate: a first linear programme to see what is far off, and a second one without it and with all bounds.
+# The estimate: a first linear program to see what is far off, and a second one without it and with all bounds.
 #
 # Two things are known of clocks that met. The members of a collective end together, which says best how clocks stand when
 # networks are steady, but is wrong by as much as one host is always slower to notice. And nobody who waits is through
 # before the last has come, which bounds clocks from both sides; where these bounds are close, their middle is better than
-# what ends say. The programme weighs the two, and what was known before.
+# what ends say. The program weighs the two, and what was known before.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,13 +325,13 @@ def fit_clocks(
     UNKNOWN_NS; such clocks are brought onto each other where they met. Meetings that contradict each other raise no
     error: the uncertainty grows. Raises UserError where scipy is missing.
     """
-    known = {name: fit for name, fit in (prior or {}).items() if fit.uncertainty_ns < UNKNOWN_NS}
+    usable = {name: fit for name, fit in (prior or {}).items() if fit.uncertainty_ns < UNKNOWN_NS}
     meetings = _ordered(meetings, clocks)
     fits: dict[str, ClockFit] = {}
     index = {name: number for number, name in enumerate(meetings.clocks)}
-    by_number = {index[name]: fit for name, fit in known.items() if name in index and name != clocks[0]}
+    by_number = {index[name]: fit for name, fit in usable.items() if name in index and name != clocks[0]}
     for number, component in enumerate(components(meetings, by_number)):
-        for clock, fit in _fitted(meetings, component, by_number, known=number == 0):
+        for clock, fit in _fitted(meetings, component, by_number, has_reference=number == 0):
             fits[meetings.clocks[clock]] = fit
     return {name: fits[name] for name in clocks}
 
@@ -353,23 +353,23 @@ def _ordered(meetings: Meetings, clocks: Sequence[str]) -> Meetings:
 
 
 def _fitted(
-    meetings: Meetings, component: ClockComponent, prior: Mapping[int, ClockFit], *, known: bool
+    meetings: Meetings, component: ClockComponent, prior: Mapping[int, ClockFit], *, has_reference: bool
 ) -> Iterator[tuple[int, ClockFit]]:
-    """The fits of a component's clocks. ``known`` says that its first is the one that all are to be brought onto."""
+    """Fit the clocks of a component. ``has_reference``: its first clock is the reference that all are aligned with."""
     rows, middle_ns = rows_of(meetings, component)
     met = set(np.unique(rows.clock).tolist())
     priors = [
         _prior(number, prior[clock], base_ns, middle_ns, rows.half_us)
         for number, (clock, base_ns) in enumerate(zip(component.clocks, component.base_ns, strict=True))
-        if known and number in met and clock in prior
+        if has_reference and number in met and clock in prior
     ]
     estimate = estimated(rows, priors)
     errors_us = uncertainties_us(estimate, priors, _ends(meetings, component, met, middle_ns, rows.half_us))
     for number, (clock, base_ns) in enumerate(zip(component.clocks, component.base_ns, strict=True)):
-        sure = known and bool(np.isfinite(errors_us[number]))
+        sure = has_reference and bool(np.isfinite(errors_us[number]))
         error_ns = min((errors_us[number] + FINEST_US) * 1e3, UNKNOWN_NS) if sure else UNKNOWN_NS
         if number == 0:
-            yield clock, ClockFit(uncertainty_ns=0.0 if known else UNKNOWN_NS)
+            yield clock, ClockFit(uncertainty_ns=0.0 if has_reference else UNKNOWN_NS)
         elif number in met:
             offset_us, moved_us = estimate.values[number], estimate.values[rows.clocks + number]
             fit = fit_through(

@@ -1,4 +1,4 @@
-"""The linear programme for clocks: its rows, its terms, and values at which what should be zero is off by the least."""
+"""The linear program for clocks: its rows, its terms, and values at which what should be zero is off by the least."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def medians(values: Floats, groups: Indices, weights: Floats, count: int, *, sha
     first = np.searchsorted(groups, np.arange(count))
     last = np.searchsorted(groups, np.arange(count), side="right")
     before = np.where(first > 0, reached[first - 1], 0.0) if len(values) else np.zeros(count)
-    found = np.full(count, np.nan)
+    result = np.full(count, np.nan)
     some = last > first
     wanted = before[some] * (1 - share) + reached[last[some] - 1] * share
     place = np.clip(np.searchsorted(reached, wanted), first[some], last[some] - 1)
-    found[some] = values[place]
-    return found
+    result[some] = values[place]
+    return result
 
 
 STRETCHES = 8  # of the time, each with bounds of its own, between which drifts show
@@ -109,26 +109,26 @@ def rows_of(meetings: Meetings, component: ClockComponent) -> tuple[Rows, int]:
     """The rows of a component's clocks, and the time on its first clock from which they are counted."""
     place = np.full(len(meetings.clocks), -1, dtype=np.intp)
     place[list(component.clocks)] = np.arange(len(component.clocks))
-    own = np.flatnonzero(place[meetings.clock] >= 0)
-    clock = place[meetings.clock[own]]
+    picked = np.flatnonzero(place[meetings.clock] >= 0)
+    clock = place[meetings.clock[picked]]
     base_ns = np.array(component.base_ns, dtype=np.int64)[clock]
-    arrival_ns, end_ns = meetings.arrival_ns[own] + base_ns, meetings.end_ns[own] + base_ns
-    middle_ns = int(end_ns.min()) + (int(end_ns.max()) - int(end_ns.min())) // 2 if len(own) else 0
+    arrival_ns, end_ns = meetings.arrival_ns[picked] + base_ns, meetings.end_ns[picked] + base_ns
+    middle_ns = int(end_ns.min()) + (int(end_ns.max()) - int(end_ns.min())) // 2 if len(picked) else 0
     end_us = (end_ns - middle_ns) / 1e3
     half_us = max(float(np.abs(end_us).max(initial=0.0)), 1.0)
-    _, meeting = np.unique(meetings.meeting[own], return_inverse=True)
+    _, meeting = np.unique(meetings.meeting[picked], return_inverse=True)
     rows = Rows(
         clocks=len(component.clocks),
         half_us=half_us,
         meeting=meeting,
         clock=clock,
-        company=meetings.company[own],
+        company=meetings.company[picked],
         # Who came long before anything ended bounds nothing, however long before.
         arrival_us=np.clip((arrival_ns - middle_ns) / 1e3, -2 * half_us, 2 * half_us),
         end_us=end_us,
-        holds=meetings.holds[own],
-        waits=meetings.waits[own],
-        form=meetings.form[own],
+        holds=meetings.holds[picked],
+        waits=meetings.waits[picked],
+        form=meetings.form[picked],
     )
     return rows, middle_ns
 
@@ -172,14 +172,14 @@ def tightest(rows: Rows, every: Bounds) -> Bounds:
 
 def opposite(rows: Rows, bounds: Bounds) -> Indices:
     """For each of the tightest bounds the one of the same pair and stretch in the other direction, or -1."""
-    one, other = rows.clock[bounds.waiter], rows.clock[bounds.holder]
+    waiter, holder = rows.clock[bounds.waiter], rows.clock[bounds.holder]
     stretch = rows.stretch[bounds.waiter]
-    key = (one * rows.clocks + other) * STRETCHES + stretch
-    back = (other * rows.clocks + one) * STRETCHES + stretch
+    key = (waiter * rows.clocks + holder) * STRETCHES + stretch
+    back = (holder * rows.clocks + waiter) * STRETCHES + stretch
     order = np.argsort(key)
     place = np.minimum(np.searchsorted(key[order], back), len(key) - 1) if len(key) else key
-    found = order[place]
-    return np.where(key[found] == back, found, -1)
+    candidate = order[place]
+    return np.where(key[candidate] == back, candidate, -1)
 
 
 FINEST_US = 1.0  # nothing is recorded finer than this
@@ -227,7 +227,7 @@ Factors = tuple[Indices, Floats]
 """One unknown of each term, and its factor."""
 
 
-# The linear programme: values for unknowns at which what should be nought is off by the least.
+# The linear program: values for unknowns at which what should be nought is off by the least.
 #
 # Every term is linear in the unknowns and costs so much a unit above nought and so much a unit below. That is regression
 # in the sense of least absolute deviations: a few terms that are far off move it little. Where one side costs much it is
@@ -236,7 +236,7 @@ Factors = tuple[Indices, Floats]
 
 
 @dataclass(slots=True)
-class Programme:
+class LinearProgram:
     """Terms, put in many at a time. Unknowns are known by number; those in no term come out as 0."""
 
     unknowns: int
@@ -283,7 +283,7 @@ class Programme:
         used, row = np.unique(row[free], return_inverse=True)
         factors = coo_matrix((factor[free], (row, column[free])), shape=(len(used), self._terms)).tocsr()
         for method in ("highs-ipm", "highs-ds"):  # the faster one first
-            found = linprog(
+            solution = linprog(
                 -constants,
                 A_eq=factors,
                 b_eq=np.zeros(len(used)),
@@ -291,8 +291,8 @@ class Programme:
                 method=method,
                 options={"time_limit": LIMIT_S},
             )
-            if found.status == 0:
-                values[used] = found.eqlin.marginals
+            if solution.status == 0:
+                values[used] = solution.eqlin.marginals
                 break
         return values
 
@@ -319,7 +319,7 @@ PRIOR = 0.75
 CENTRE = 2.0  # where bounds are no farther apart than so many spreads of ends, their middle outweighs ends
 
 
-# What the linear programme weighs: ends, messages, bounds, priors and drifts, as terms of clocks' offsets and drifts.
+# What the linear program weighs: ends, messages, bounds, priors and drifts, as terms of clocks' offsets and drifts.
 #
 # Its unknowns are an offset for each clock (microseconds), a drift for each clock (microseconds from the middle of the
 # time to either end), and the common end of each meeting.
@@ -336,11 +336,11 @@ class Prior:
 
 
 class Terms:
-    """The terms of one programme over the rows of a component. ``trusted_us`` says how far each row's end is."""
+    """The terms of one program over the rows of a component. ``trusted_us`` says how far each row's end is."""
 
     def __init__(self, rows: Rows, trusted_us: Floats) -> None:
         self._rows = rows
-        self._programme = Programme(2 * rows.clocks + rows.meetings)
+        self._program = LinearProgram(2 * rows.clocks + rows.meetings)
         self._ends = np.flatnonzero(rows.form != MESSAGE)
         self._weight = (1 / (trusted_us * np.where(rows.form == LOOSE, LOOSENESS, 1.0)))[self._ends]
         self._pull = np.bincount(rows.clock[self._ends], self._weight, rows.clocks).astype(np.float64)
@@ -348,7 +348,7 @@ class Terms:
     def solve(self) -> Floats:
         """Offsets, then drifts, of all clocks; the first one keeps its time."""
         clocks = self._rows.clocks
-        return self._programme.solve(without=(0, clocks))[: 2 * clocks]
+        return self._program.solve(without=(0, clocks))[: 2 * clocks]
 
     def put_ends(self) -> None:
         """The members of a meeting end together."""
@@ -357,12 +357,12 @@ class Terms:
         # The common end is counted from one of the ends, for the sake of small numbers.
         since_us = rows.end_us[ends] - rows.end_us[rows.first][rows.meeting[ends]]
         moments = _moment(rows, ends, rows.end_us)
-        self._programme.add(since_us, *moments, common, above=self._weight, below=self._weight)
+        self._program.add(since_us, *moments, common, above=self._weight, below=self._weight)
 
     def put_messages(self, bounds: Bounds) -> None:
         """Messages come soon after they are sent, and never before: enough to see which cannot be true."""
         sent = bounds.where(self._rows.form[bounds.waiter] == MESSAGE)
-        self._programme.add(*_slack(self._rows, sent), above=1 / MESSAGE_US, below=BOUND / MESSAGE_US)
+        self._program.add(*_slack(self._rows, sent), above=1 / MESSAGE_US, below=BOUND / MESSAGE_US)
 
     def put_bounds(self, bounds: Bounds) -> None:
         """Bounds cost much to break; and between bounds in both directions clocks are best in the middle."""
@@ -375,20 +375,22 @@ class Terms:
         )
         once = both[back[both] > both]
         forth, to = _slack(rows, bounds.where(once), 0.5), _slack(rows, bounds.where(back[once]), -0.5)
-        self._programme.add(forth[0] + to[0], *forth[1:], *to[1:], above=centre[once], below=centre[once])
+        self._program.add(forth[0] + to[0], *forth[1:], *to[1:], above=centre[once], below=centre[once])
         np.add.at(self._pull, rows.clock[bounds.waiter[both]], centre[both])
         pull = np.bincount(rows.cell[self._ends], self._weight, minlength=rows.clocks * STRETCHES)
         below = BOUND * (pull[rows.cell[bounds.waiter]] + centre + 1 / MESSAGE_US)
-        self._programme.add(*_slack(rows, bounds), above=1e-3 / MESSAGE_US, below=below)
+        self._program.add(*_slack(rows, bounds), above=1e-3 / MESSAGE_US, below=below)
 
     def _centre(self, bounds: Bounds, apart_us: Floats) -> Floats:
         """What it costs to be off the middle: as much for each end in that stretch, shared by a clock's partners."""
         rows, cells = self._rows, self._rows.clocks * STRETCHES
-        own = rows.cell[bounds.waiter]
-        other = rows.clock[bounds.holder] * STRETCHES + rows.stretch[bounds.waiter]
+        waiter_cell = rows.cell[bounds.waiter]
+        holder_cell = rows.clock[bounds.holder] * STRETCHES + rows.stretch[bounds.waiter]
         ends = np.bincount(rows.cell[self._ends], minlength=cells)
-        partners = np.bincount(own, minlength=cells)
-        count = np.maximum(np.minimum(ends[own], ends[other]), 1) / np.maximum(partners[own], partners[other])
+        partners = np.bincount(waiter_cell, minlength=cells)
+        count = np.maximum(np.minimum(ends[waiter_cell], ends[holder_cell]), 1) / np.maximum(
+            partners[waiter_cell], partners[holder_cell]
+        )
         centre: Floats = CENTRE * count / np.maximum(apart_us, FINEST_US)
         return centre
 
@@ -402,11 +404,11 @@ class Terms:
         surely_us = np.repeat([prior.uncertainty_us for prior in priors], 2)
         moment = (clock, np.ones(len(clock))), (self._rows.clocks + clock, place)
         weight = 1 / (surely_us + USUAL_US)
-        self._programme.add(-known_us, *moment, above=weight, below=weight)
+        self._program.add(-known_us, *moment, above=weight, below=weight)
         if firmly:
             much = PRIOR * self._pull[clock] + weight
-            self._programme.add(-known_us - surely_us, *moment, above=much)
-            self._programme.add(-known_us + surely_us, *moment, below=much)
+            self._program.add(-known_us - surely_us, *moment, above=much)
+            self._program.add(-known_us + surely_us, *moment, below=much)
 
     def put_drifts(self) -> None:
         """Drifts cost a little, so that they are not made of noise; unusual ones much; and some no clock has."""
@@ -414,14 +416,14 @@ class Terms:
         drift = rows.clocks + np.arange(1, rows.clocks)
         factor = (drift, np.ones(len(drift)))
         little = 1 / (USUAL_DRIFT_PPM * 1e-6 * rows.half_us + FINEST_US)
-        self._programme.add(np.zeros(len(drift)), factor, above=little, below=little)
+        self._program.add(np.zeros(len(drift)), factor, above=little, below=little)
         unusual_us = np.full(len(drift), UNUSUAL_DRIFT_PPM * 1e-6 * rows.half_us)
         much: Floats = UNUSUAL * self._pull[1:]
-        self._programme.add(-unusual_us, factor, above=much)
-        self._programme.add(unusual_us, factor, below=much)
+        self._program.add(-unusual_us, factor, above=much)
+        self._program.add(unusual_us, factor, below=much)
         limit_us = np.full(len(drift), MAX_DRIFT_PPM * 1e-6 * rows.half_us)
-        self._programme.add(-limit_us, factor, above=np.inf)
-        self._programme.add(limit_us, factor, below=np.inf)
+        self._program.add(-limit_us, factor, above=np.inf)
+        self._program.add(limit_us, factor, below=np.inf)
 
 
 def _moment(rows: Rows, picked: Indices, times_us: Floats, factor: float = 1.0) -> tuple[Factors, Factors]:

@@ -67,14 +67,14 @@ class Codes:
         """The number of each text."""
         return np.fromiter(map(self._numbers.__getitem__, texts.tolist()), np.int64, len(texts))
 
-    def one(self, text: str) -> int:
+    def number(self, text: str) -> int:
         """The number of one text."""
         return self._numbers[text]
 
     def among(self, codes: Ints, texts: tuple[str, ...]) -> Flags:
         """Which codes are of one of ``texts``."""
-        found: Flags = np.isin(codes, [self._numbers[text] for text in texts])
-        return found
+        matches: Flags = np.isin(codes, [self._numbers[text] for text in texts])
+        return matches
 
 
 def parts_of(events: Events, rank: int, codes: Codes, *, on_device: bool = False) -> Parts:
@@ -95,7 +95,7 @@ def parts_of(events: Events, rank: int, codes: Codes, *, on_device: bool = False
     together = codes.among(name, _TOGETHER) | pushed
     # A message of a collective carries its name and number; others are counted by each end as it likes.
     stated = collective | (together & (sequence >= 0))
-    name, sequence = np.where(stated, name, codes.one(_MESSAGE)), np.where(stated, sequence, -1)
+    name, sequence = np.where(stated, name, codes.number(_MESSAGE)), np.where(stated, sequence, -1)
     together &= collective
     source = np.where(collective, -1, np.where(sent, rank, peer))
     target = np.where(collective, -1, np.where(sent, peer, rank))
@@ -317,11 +317,11 @@ def _met(parts: Parts, clock: Indices, names: tuple[str, ...], first_ns: Ints, l
     new_meeting[_changes(parts.key)] = True
     rows = np.flatnonzero(new_meeting | (np.diff(clock, prepend=-1) != 0))
     holds, waits = np.logical_or.reduceat(parts.holds, rows), np.logical_or.reduceat(parts.waits, rows)
-    each = np.repeat(np.arange(len(rows)), np.diff(np.append(rows, len(clock))))
+    row_of_part = np.repeat(np.arange(len(rows)), np.diff(np.append(rows, len(clock))))
     # Only those who hold others up count for an arrival, and only those who wait for an end, where there are such.
     farthest = np.iinfo(np.int64)
-    arrival_ns = np.where(parts.holds | ~holds[each], parts.arrival_ns, farthest.min)
-    end_ns = np.where(parts.waits | ~waits[each], parts.end_ns, farthest.max)
+    arrival_ns = np.where(parts.holds | ~holds[row_of_part], parts.arrival_ns, farthest.min)
+    end_ns = np.where(parts.waits | ~waits[row_of_part], parts.end_ns, farthest.max)
     meeting = np.cumsum(new_meeting)[rows] - 1
     members = np.add.reduceat(mixed(clock[rows]), np.flatnonzero(np.diff(meeting, prepend=-1)))
     return Meetings(

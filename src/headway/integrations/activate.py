@@ -38,7 +38,7 @@ def on_torch_import(_torch: Any) -> None:
     reads.install()  # before scripts import what it replaces by name
     reports.say()
     _end_cleanly_on_own_errors()
-    torch_private.let_gloo_finish_in_time()
+    torch_private.let_gloo_finish_before_shutdown()
     forget = _notice_training_alone()
     _call_when_a_rank(functools.partial(_put_in_place, set(), forget))
 
@@ -136,7 +136,7 @@ def leave_refusal(error: UserError) -> bool:
     first = reports.said("refused") or str(error)  # what comes of it later is not the cause
     is_heard = reports.say(refused=first)
     with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
-        if not torch_private.kept_in_a_file():
+        if not torch_private.uses_file_store():
             torch_private.default_store(torch_private.SHORT_LIMIT_S).set(REFUSED_KEY, str(error))
     return is_heard
 
@@ -190,7 +190,7 @@ def _look_for_a_peers_refusal() -> None:
     from headway import torch_private
 
     with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
-        if os.environ.get(PLAN_VARIABLE) and not torch_private.kept_in_a_file():
+        if os.environ.get(PLAN_VARIABLE) and not torch_private.uses_file_store():
             store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
             if store.check([REFUSED_KEY]):
                 reports.say(refused=store.get(REFUSED_KEY).decode(errors="replace"))

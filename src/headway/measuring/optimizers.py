@@ -125,7 +125,7 @@ def _measure(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
         raise UserError("one trace is measured for", got=f"{len(arguments)} arguments", expected="TRACE")
     trace = load_trace(arguments[0])
-    device = torch_private.device_here()
+    device = torch_private.compute_device()
     effects = measured_optimizers(Replayer(trace).job, device)
     save_effects(trace, effects, str(device))
     for name, effect in effects.items():

@@ -88,7 +88,7 @@ def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]
         )  # fmt: skip
     trace = load_trace(own[0])
     effects = measured_effects(trace, _made(pass_for, trace, tuple(own[1:])), command, _run)
-    save_effects(trace, effects, str(torch_private.device_here()))
+    save_effects(trace, effects, str(torch_private.compute_device()))
     for name, effect in effects.items():
         print(f"{name}: {effect.factor:.3g} times the time")
 

@@ -28,13 +28,13 @@ class Kept(NamedTuple):
     size_bytes: int
 
 
-class OfWeights(NamedTuple):
+class TowardsWeights(NamedTuple):
     """``keys`` are on their way to parameters: the first half does not make them."""
 
     keys: tuple[int, ...]
 
 
-Event = Change | Kept | OfWeights
+Event = Change | Kept | TowardsWeights
 
 
 class WholeBackward:
@@ -83,7 +83,7 @@ class WholeBackward:
         return begins
 
     def _of_weights(self, gradients: Any) -> None:
-        self._note(gradients, OfWeights)
+        self._note(gradients, TowardsWeights)
 
     def _note(self, gradients: Any, event: Any) -> None:
         try:
@@ -104,12 +104,14 @@ class _Graph:
         while open_ and len(self._following) <= MOST_NODES:
             node = open_.pop()
             if node not in self._following:
-                self._following[node] = [each for each, _ in node.next_functions if each is not None]
+                self._following[node] = [
+                    next_node for next_node, _ in node.next_functions if next_node is not None
+                ]
                 open_ += self._following[node]
         before: dict[Any, list[Any]] = {}
         for node, following in self._following.items():
-            for each in following:
-                before.setdefault(each, []).append(node)
+            for next_node in following:
+                before.setdefault(next_node, []).append(node)
         self._to_inputs: set[Any] = set()
         open_ = [input_ for input_ in inputs if input_ in self._following]
         while open_:
@@ -122,7 +124,7 @@ class _Graph:
         self.kept = [
             node
             for node, following in self._following.items()
-            if node in self._to_inputs and any(each not in self._to_inputs for each in following)
+            if node in self._to_inputs and any(next_node not in self._to_inputs for next_node in following)
         ]
 
     def groups(self, parameters: Sequence[Any], sizes_bytes: Sequence[int]) -> Groups:
@@ -135,15 +137,15 @@ class _Graph:
             for node in self._weights_behind(kept):
                 if node in nodes_of:
                     nodes_of[node].append(number)
-        found: dict[tuple[int, ...], int] = {}
+        sizes: dict[tuple[int, ...], int] = {}
         for node, size_bytes in zip(parameters, sizes_bytes, strict=True):
             if numbers := tuple(nodes_of[node]):
-                found[numbers] = found.get(numbers, 0) + size_bytes
-        return [(size_bytes, numbers) for numbers, size_bytes in found.items()]
+                sizes[numbers] = sizes.get(numbers, 0) + size_bytes
+        return [(size_bytes, numbers) for numbers, size_bytes in sizes.items()]
 
     def _weights_behind(self, kept: Any) -> set[Any]:
         seen: set[Any] = set()
-        open_ = [each for each in self._following[kept] if each not in self._to_inputs]
+        open_ = [next_node for next_node in self._following[kept] if next_node not in self._to_inputs]
         while open_:
             node = open_.pop()
             if node not in seen:
@@ -173,20 +175,20 @@ def halves_of(events: Sequence[Event], groups: Groups) -> HalvedBackward:
 
 def _of_weights(events: Sequence[Event]) -> set[int]:
     """Of what was made, by its number among ``events``, what was on its way to parameters."""
-    made: dict[int, int] = {}
+    number_of: dict[int, int] = {}
     kept: set[int] = set()
-    found: set[int] = set()
+    discarded: set[int] = set()
     for number, event in enumerate(events):
         match event:
             case Made(key):
-                made[key] = number
+                number_of[key] = number
             case Kept(keys=keys):
-                kept.update(made[key] for key in keys if key in made)
-            case OfWeights(keys):
-                found.update(made[key] for key in keys if key in made)
+                kept.update(number_of[key] for key in keys if key in number_of)
+            case TowardsWeights(keys):
+                discarded.update(number_of[key] for key in keys if key in number_of)
             case Gone(key):
-                made.pop(key, None)
-    return found - kept
+                number_of.pop(key, None)
+    return discarded - kept
 
 
 class _FirstHalf:
@@ -250,8 +252,8 @@ def _second_half_bytes(groups: Groups, first: _FirstHalf, *, stays: bool) -> int
     uses: dict[int, int] = {}
     for _, nodes in groups:
         for node in nodes:
-            for made in first.kept.get(node, {}):
-                uses[made] = uses.get(made, 0) + 1
+            for number in first.kept.get(node, {}):
+                uses[number] = uses.get(number, 0) + 1
     held_bytes = most_bytes = 0
     for size_bytes, nodes in groups:
         inner_bytes = max((first.inner_bytes.get(node, 0) for node in nodes), default=0)
@@ -260,9 +262,9 @@ def _second_half_bytes(groups: Groups, first: _FirstHalf, *, stays: bool) -> int
         most_bytes = max(most_bytes, held_bytes + size_bytes + inner_bytes)
         held_bytes += size_bytes if stays else 0
         for node in nodes:
-            for made, made_bytes in first.kept.get(node, {}).items():
-                uses[made] -= 1
-                held_bytes -= 0 if uses[made] else made_bytes
+            for number, kept_bytes in first.kept.get(node, {}).items():
+                uses[number] -= 1
+                held_bytes -= 0 if uses[number] else kept_bytes
     return max(0, most_bytes)
 
 
@@ -275,7 +277,7 @@ def _strided(gradients: Any) -> list[torch.Tensor]:
 
 
 def _keys_of(gradients: Any) -> list[int]:
-    return [torch_private.storage_key(each.untyped_storage()) for each in _strided(gradients)]
+    return [torch_private.storage_key(tensor.untyped_storage()) for tensor in _strided(gradients)]
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -62,26 +62,26 @@ def inner_bytes(operator: Any, arguments: Any, out: Any) -> int:
     Fake tensors stand for those of any device, and hold nothing.
     """
     if operator is FORWARD:
-        given, weight, _bias, *options = arguments
+        input_, weight, _bias, *options = arguments
         put_out = out
     elif operator is BACKWARD:
-        put_out, given, weight, _bias_sizes, *options = arguments
+        put_out, input_, weight, _bias_sizes, *options = arguments
     else:
         return 0
-    if not _is_on_cpu(given) or not _is_by_onednn(given, weight, *options[:6]):
+    if not _is_on_cpu(input_) or not _is_by_onednn(input_, weight, *options[:6]):
         return 0
-    copies = _copied_bytes(given), _copied_bytes(put_out)
+    copies = _copied_bytes(input_), _copied_bytes(put_out)
     # Forward lets go of its copy of what it was given before it copies its result; backward needs both at a time.
     return max(copies) if operator is FORWARD else sum(copies)
 
 
-def _is_on_cpu(given: torch.Tensor) -> bool:
-    plain = given.device.type == "cpu" and given.dtype == torch.float32
-    return plain and not torch_private.is_fake(given)
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return plain and not torch_private.is_fake(tensor)
 
 
 def _is_by_onednn(
-    given: torch.Tensor,
+    input_: torch.Tensor,
     weight: torch.Tensor,
     stride: Sequence[int],
     _padding: Sequence[int],
@@ -96,9 +96,9 @@ def _is_by_onednn(
     kernel = weight.shape[-2:]
     spread = any(step != 1 for step in (*stride, *dilation))
     threads = torch.get_num_threads() > 1
-    worth = spread or threads or given.shape[0] >= _BATCH or any(extent != 1 for extent in kernel)
-    large = all(extent > 3 for extent in kernel) or given.numel() > _INPUT_NUMEL
-    return worth and (groups > 1 or given.shape[0] > 1 or large)
+    worth = spread or threads or input_.shape[0] >= _BATCH or any(extent != 1 for extent in kernel)
+    large = all(extent > 3 for extent in kernel) or input_.numel() > _INPUT_NUMEL
+    return worth and (groups > 1 or input_.shape[0] > 1 or large)
 
 
 def _copied_bytes(tensor: torch.Tensor) -> int:
@@ -146,7 +146,7 @@ class Allocations(torch_private.DispatchMode):
         """Count the tensors in ``value`` as well, for as long as there are any."""
         for tensor in torch_private.tensors_in(value):
             if tensor.layout == torch.strided:
-                self._made(tensor)
+                self._count(tensor)
 
     def leave_out(self, value: Any) -> None:
         """Count the tensors in ``value`` no more."""
@@ -168,7 +168,7 @@ class Allocations(torch_private.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         try:
-            if not self._stopped and not torch_private.returns_given_memory(func):
+            if not self._stopped and not torch_private.returns_input_memory(func):
                 self._look(out, (args, kwargs))
                 inner = inner_bytes(func, args, out)
                 self._peak_bytes = max(self._peak_bytes, self.held_bytes + inner)
@@ -183,12 +183,12 @@ class Allocations(torch_private.DispatchMode):
 
     def _look(self, out: Any, arguments: Any) -> None:
         # Some operators say nothing of it and still return what they were given: collectives do.
-        given = {_memory_of(each) for each in torch_private.tensors_in(arguments)}
+        input_keys = {_memory_of(tensor) for tensor in torch_private.tensors_in(arguments)}
         for tensor in torch_private.tensors_in(out):
-            if _memory_of(tensor) not in given:
-                self._made(tensor)
+            if _memory_of(tensor) not in input_keys:
+                self._count(tensor)
 
-    def _made(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = torch_private.storage_key(storage)
         if key not in self._sizes_bytes:
@@ -217,12 +217,12 @@ def _strided(value: Any) -> list[torch.Tensor]:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A module's call; ``given`` is the memory of what it was given, ``end_bytes`` None while it runs."""
+    """A module's call; ``inputs`` are the keys of its inputs' memory, ``end_bytes`` None while it runs."""
 
     name: str
     begin_bytes: int
     peak_bytes: int
-    given: frozenset[int]
+    inputs: frozenset[int]
     end_bytes: int | None = None
     output_bytes: int = 0
 
@@ -263,12 +263,12 @@ class PassMemoryWatch:
             self._look_up()
             self._forward_bytes = self._forward_so_far_bytes
 
-    def module_begins(self, name: str, given: Any) -> None:
-        """A module's forward begins, on ``given``."""
+    def module_begins(self, name: str, inputs: Any) -> None:
+        """A module's forward begins, on ``inputs``."""
         if self._forward_bytes is None and len(self._calls) < MOST_CALLS:
             self._look_up()
             held_bytes = self._allocations.held_bytes
-            keys = frozenset(map(_memory_of, _strided(given)))
+            keys = frozenset(map(_memory_of, _strided(inputs)))
             call = _Call(name, held_bytes, held_bytes, keys)
             self._calls.append(call)
             self._open.append(call)
@@ -280,17 +280,19 @@ class PassMemoryWatch:
             call = self._open.pop()
             if call.name == name:
                 call.end_bytes = self._allocations.held_bytes
-                own = {_memory_of(each): each for each in _strided(output)}
+                outputs = {_memory_of(tensor): tensor for tensor in _strided(output)}
                 call.output_bytes = sum(
-                    self._allocations.holds(each) for key, each in own.items() if key not in call.given
+                    self._allocations.holds(tensor)
+                    for key, tensor in outputs.items()
+                    if key not in call.inputs
                 )
                 return
 
     def _look_up(self) -> None:
         peak_bytes = self._allocations.peak_bytes()
         self._forward_so_far_bytes = max(self._forward_so_far_bytes, peak_bytes)
-        for each in self._open:
-            each.peak_bytes = max(each.peak_bytes, peak_bytes)
+        for call in self._open:
+            call.peak_bytes = max(call.peak_bytes, peak_bytes)
 
     def gradient_done(self, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter is complete."""

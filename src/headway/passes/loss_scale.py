@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.errors import HeadwayWarning, UnsupportedError
 from headway.passes.other_forward import each_tensor
-from headway.torch_private.optimizers import Step, before_every_step, gate_steps, is_asked
+from headway.torch_private.optimizers import Step, before_every_step, gate_steps, is_in_gate
 
 LOOKED_WITHIN = 3  # backwards whose graphs are looked at within the model too, which takes longer
 FIX = "Use bfloat16, or leave the pass precision out of the plan."
@@ -330,7 +330,7 @@ def _closed(
 
 
 def _refuse_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if is_asked(optimizer):
+    if is_in_gate(optimizer):
         return
     if any(scale.trains(each) for scale in list(_scales.values()) for each in _updated(optimizer)):
         raise UnsupportedError(

@@ -17,7 +17,7 @@ from headway import files, torch_private
 from headway.errors import LaunchError, TraceError, UserError
 from headway.recording.derive import StrategySpan
 from headway.recording.finish import finish_recording
-from headway.recording.patching import fault, guarded
+from headway.recording.patching import guarded, report_fault
 from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.live.channels import observer
@@ -76,7 +76,7 @@ def _attach(recorder: Recorder) -> None:
     recorder.attach()
 
 
-class Watching(Protocol):
+class ModelWatcher(Protocol):
     """What is told of models that a script wraps, until it has finished."""
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
@@ -86,16 +86,16 @@ class Watching(Protocol):
         """Have ``undo`` called when nothing has to be told any more."""
 
 
-def watch_constructions(watching: Watching) -> None:
-    """Tell ``watching`` of every model that is wrapped for data parallelism from now on, by whatever strategy."""
-    _watch_constructions(DistributedDataParallel, watching)
+def watch_constructions(watcher: ModelWatcher) -> None:
+    """Tell ``watcher`` of every model that is wrapped for data parallelism from now on, by whatever strategy."""
+    _watch_constructions(DistributedDataParallel, watcher)
     for _, wrappers in ask(lambda plugin: plugin.wrappers()):
         for wrapper in wrappers:
-            _watch_constructions(wrapper, watching)
+            _watch_constructions(wrapper, watcher)
 
 
-def _patch(watching: Watching, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper`` in the place of a function, until ``watching`` has finished."""
+def _patch(watcher: ModelWatcher, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` in the place of a function, until ``watcher`` has finished."""
     original = getattr(owners[0], name)
     patched = functools.wraps(original)(wrapper)
     for owner in owners:
@@ -106,7 +106,7 @@ def _patch(watching: Watching, owners: Sequence[Any], name: str, wrapper: Callab
             if getattr(owner, name) is patched:
                 setattr(owner, name, original)
 
-    watching.when_finished(undo)
+    watcher.when_finished(undo)
 
 
 def _finish_before_the_group_goes(recorder: Recorder) -> None:
@@ -121,7 +121,7 @@ def _finish_before_the_group_goes(recorder: Recorder) -> None:
     _patch(recorder, (dist, dist.distributed_c10d), "destroy_process_group", destroy_process_group)
 
 
-def _watch_constructions(wrapper: type, watching: Watching) -> None:
+def _watch_constructions(wrapper: type, watcher: ModelWatcher) -> None:
     original: Callable[..., None] = wrapper.__init__  # type: ignore[misc]
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -129,13 +129,13 @@ def _watch_constructions(wrapper: type, watching: Watching) -> None:
         if not getattr(self, "is_called", True):  # a part of another wrapper
             return
         try:
-            watching.watch(self, self.module)
+            watcher.watch(self, self.module)
         except UserError:  # what is refused
             raise
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
-    _patch(watching, (wrapper,), "__init__", construct)
+    _patch(watcher, (wrapper,), "__init__", construct)
 
 
 def _watch_compiling(recorder: Recorder) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.model import Chain, ChainLink
 from headway.recording.modules import JobHook, tensors_of
-from headway.recording.patching import Failed, described
+from headway.recording.patching import OnFailure, describe_failure
 
 
 class NoChainError(Exception):
@@ -32,16 +32,16 @@ def parameters_between(nodes: Sequence[Any], ends: Sequence[Any]) -> list[frozen
     """
     handed_on = set(nodes)
     before: set[Any] = set()  # nodes of what follows; holding them keeps their wrappers the same
-    found: list[frozenset[int]] = []
+    used_by_part: list[frozenset[int]] = []
     for place in range(len(nodes), -1, -1):
         starts = set(ends) if place == len(nodes) else {nodes[place]}
         stop = {nodes[place - 1]} if place else set()
-        own, parameters = _reached(starts, stop)
-        if own & before or (own - starts) & handed_on:
+        reached, parameters = _reached(starts, stop)
+        if reached & before or (reached - starts) & handed_on:
             raise NoChainError("a tensor goes around some module to a later one")
-        before |= own
-        found.append(parameters)
-    return found[::-1]
+        before |= reached
+        used_by_part.append(parameters)
+    return used_by_part[::-1]
 
 
 def _reached(starts: set[Any], stop: set[Any]) -> tuple[set[Any], frozenset[int]]:
@@ -57,7 +57,7 @@ def _reached(starts: set[Any], stop: set[Any]) -> tuple[set[Any], frozenset[int]
             parameters.add(id(variable))
             continue
         seen.add(node)
-        left += [each for each, _ in node.next_functions]
+        left += [next_node for next_node, _ in node.next_functions]
     return seen, frozenset(parameters)
 
 
@@ -89,19 +89,22 @@ class ChainWatch:
             self.found = Chain(why_not=COMPILED)
             return
         look = self._look = _Look(root)
-        failed = self._give_up
+        on_failure = self._give_up
         for container, children in look.children.items():
             for place, (name, child) in enumerate(children):
-                enter, leave = _Enter(look, container, place, name, failed), _Leave(look, container, failed)
+                enter, leave = (
+                    _Enter(look, container, place, name, on_failure),
+                    _Leave(look, container, on_failure),
+                )
                 self._handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
                 self._handles.append(child.register_forward_hook(leave))
         for module in modules:
             if not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_hook(JobHook(look.put_out, failed)))
+                self._handles.append(module.register_forward_hook(JobHook(look.put_out, on_failure)))
         self._handles.append(
-            root.register_forward_pre_hook(JobHook(look.begins, failed), with_kwargs=True, prepend=True)
+            root.register_forward_pre_hook(JobHook(look.begins, on_failure), with_kwargs=True, prepend=True)
         )
-        self._handles.append(root.register_forward_hook(JobHook(self._ends, failed)))
+        self._handles.append(root.register_forward_hook(JobHook(self._ends, on_failure)))
 
     def disarm(self, why: str = "") -> None:
         """Remove every hook; ``why`` takes the place of what was found."""
@@ -113,7 +116,7 @@ class ChainWatch:
             self.found = Chain(why_not=why)
 
     def _give_up(self, failure: Exception) -> None:
-        self.disarm(f"looking at its forward failed: {described(failure)}")
+        self.disarm(f"looking at its forward failed: {describe_failure(failure)}")
 
     def _ends(self, _root: nn.Module, _inputs: Any, output: Any) -> None:
         look = self._look
@@ -141,7 +144,7 @@ class _Call:
     put_out: int
     follows: bool
     version: int = 0
-    given: Any = None  # a weak reference
+    input_ref: Any = None  # a weak reference
     changed: bool = False  # its input, in place
     node: Any = None
     output: Any = None  # a weak reference
@@ -167,16 +170,18 @@ class _Look:
                 prefix = f"{name}." if name else ""
                 inner = module.named_modules(remove_duplicate=False)
                 self.children[name] = [
-                    (f"{prefix}{child}", one) for child, one in inner if child and "." not in child
+                    (f"{prefix}{child}", child_module)
+                    for child, child_module in inner
+                    if child and "." not in child
                 ]
         if type(self.root).forward is nn.Sequential.forward:
             self.children = {"": self.children[""]}  # the way in which it is cut
 
     def begins(self, _root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.forget()
-        given = _only_tensor(args, kwargs)
-        self.inputs = "" if given is not None else "the model is not given one tensor"
-        self.samples = given.shape[0] if given is not None and given.dim() else 0
+        batch = _only_tensor(args, kwargs)
+        self.inputs = "" if batch is not None else "the model is not given one tensor"
+        self.samples = batch.shape[0] if batch is not None and batch.dim() else 0
 
     def put_out(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self.outputs_bytes.append(
@@ -195,21 +200,23 @@ class _Look:
         names = _names(self.root)
         nodes = [call.node for call in calls]
         ends = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
-        found = parameters_between(nodes[:-1], ends)
-        missing = [own[0] for key, own in names.items() if not any(key in used for used in found)]
+        used_by_part = parameters_between(nodes[:-1], ends)
+        missing = [
+            aliases[0] for key, aliases in names.items() if not any(key in used for used in used_by_part)
+        ]
         if missing:
             raise NoChainError(f"the graph of gradients does not show where {missing[0]} is used")
         order = {name: at for at, (name, _) in enumerate(self.root.named_parameters(remove_duplicate=False))}
         aliases: dict[str, str] = {}
         links = []
-        for place, (call, used) in enumerate(zip(calls, found, strict=True)):
-            own = {_alias(names[key], call.name): names[key][0] for key in names if key in used}
-            own = {name: own[name] for name in sorted(own, key=order.__getitem__)}
-            aliases |= {alias: name for alias, name in own.items() if alias != name}
+        for place, (call, used) in enumerate(zip(calls, used_by_part, strict=True)):
+            name_of = {_alias(names[key], call.name): names[key][0] for key in names if key in used}
+            name_of = {alias: name_of[alias] for alias in sorted(name_of, key=order.__getitem__)}
+            aliases |= {alias: name for alias, name in name_of.items() if alias != name}
             links.append(
                 ChainLink(
                     name=call.name,
-                    parameters=tuple(own),
+                    parameters=tuple(name_of),
                     output_bytes=self._handed_on_bytes(calls, place),
                     kept_bytes=sum(self.outputs_bytes[slice(*self._span(calls, place))]),
                 )
@@ -233,8 +240,10 @@ class _Look:
         runs = [run for container in self.children for run in self._runs(container)]
         modules = dict(self.root.named_modules(remove_duplicate=False))
         for at, run in enumerate(runs):
-            own = {id(parameter): parameter for call in run for parameter in modules[call.name].parameters()}
-            sizes[at] = sum(each.numel() * each.element_size() for each in own.values())
+            parameters = {
+                id(parameter): parameter for call in run for parameter in modules[call.name].parameters()
+            }
+            sizes[at] = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
         most = max(sizes.values(), default=0)
         large = [runs[at] for at, size in sizes.items() if size >= LARGE_PART * most]
         chosen = max(large, key=len, default=[])
@@ -264,8 +273,8 @@ class _Look:
 class _Enter(JobHook):
     """A child of a container is called."""
 
-    def __init__(self, look: _Look, container: str, place: int, name: str, failed: Failed) -> None:
-        super().__init__(self._enters, failed)
+    def __init__(self, look: _Look, container: str, place: int, name: str, on_failure: OnFailure) -> None:
+        super().__init__(self._enters, on_failure)
         self._look, self._container, self._place, self._name = look, container, place, name
 
     def _enters(self, *arguments: Any) -> None:
@@ -274,27 +283,27 @@ class _Enter(JobHook):
         calls = self._look.calls.get(self._container)
         if calls is None or not torch.is_grad_enabled():  # an evaluation
             return
-        given = _only_tensor(args, kwargs)
+        input_ = _only_tensor(args, kwargs)
         before = calls[-1] if calls else None
         follows = (
-            given is not None
+            input_ is not None
             and before is not None
             and before.node is not None
             and before.output is not None
-            and before.output() is given
-            and before.output_version == torch_private.version_or_zero(given)
+            and before.output() is input_
+            and before.output_version == torch_private.version_or_zero(input_)
         )
         call = _Call(self._place, self._name, len(self._look.outputs_bytes), follows)
-        if given is not None:
-            call.given, call.version = weakref.ref(given), torch_private.version_or_zero(given)
+        if input_ is not None:
+            call.input_ref, call.version = weakref.ref(input_), torch_private.version_or_zero(input_)
         calls.append(call)
 
 
 class _Leave(JobHook):
     """It returns."""
 
-    def __init__(self, look: _Look, container: str, failed: Failed) -> None:
-        super().__init__(self._leaves, failed)
+    def __init__(self, look: _Look, container: str, on_failure: OnFailure) -> None:
+        super().__init__(self._leaves, on_failure)
         self._look, self._container = look, container
 
     def _leaves(self, *arguments: Any) -> None:
@@ -304,9 +313,9 @@ class _Leave(JobHook):
         if not calls or not torch.is_grad_enabled():
             return
         call = calls[-1]
-        given = call.given() if call.given is not None else None
-        call.changed = given is not None and (
-            given is output or torch_private.version_or_zero(given) != call.version
+        input_ = call.input_ref() if call.input_ref is not None else None
+        call.changed = input_ is not None and (
+            input_ is output or torch_private.version_or_zero(input_) != call.version
         )
         if isinstance(output, torch.Tensor) and output.grad_fn is not None and output.is_floating_point():
             call.node, call.output = output.grad_fn, weakref.ref(output)
@@ -329,11 +338,11 @@ def _only_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor
 
 def _names(root: nn.Module) -> dict[int, list[str]]:
     """All names of each trainable parameter, the one that the model lists it under first."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            found.setdefault(id(parameter), []).append(name)
-    return found
+            names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def _alias(names: Sequence[str], module: str) -> str:

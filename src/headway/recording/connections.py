@@ -138,36 +138,40 @@ class ConnectionWatch:
         except OSError:
             return
         self._seen &= names
-        known = {one.inode for one in self._connections if one.is_open}
+        open_inodes = {connection.inode for connection in self._connections if connection.is_open}
         for name in names - self._seen:
             try:
-                found = os.fstat(int(name))
+                status = os.fstat(int(name))
             except OSError:  # closed meanwhile, as the one that the listing took
                 continue
             self._seen.add(name)
-            if stat.S_ISSOCK(found.st_mode) and found.st_ino not in known and self._has_room:
-                connection = _opened(int(name), found.st_ino)
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino not in open_inodes and self._has_room:
+                connection = _opened(int(name), status.st_ino)
                 if connection is not None:
                     self._connections.append(connection)
-                    known.add(found.st_ino)
+                    open_inodes.add(status.st_ino)
 
     @property
     def _has_room(self) -> bool:
         return len(self._connections) < MAX_CONNECTIONS
 
-    def _look(self, one: _Connection) -> int:
+    def _look(self, connection: _Connection) -> int:
         """Bring a connection up to date; the rate of delivery, 0 where it is closed."""
-        if not one.is_open:
+        if not connection.is_open:
             return 0
         try:
-            told = _told(one.descriptor) if os.fstat(one.descriptor).st_ino == one.inode else None
+            counters = (
+                _tcp_counters(connection.descriptor)
+                if os.fstat(connection.descriptor).st_ino == connection.inode
+                else None
+            )
         except OSError:
-            told = None
-        if told is None:
-            one.is_open = False
-            self._seen.discard(str(one.descriptor))
+            counters = None
+        if counters is None:
+            connection.is_open = False
+            self._seen.discard(str(connection.descriptor))
             return 0
-        one.acked_bytes, one.busy_us, delivered = told
+        connection.acked_bytes, connection.busy_us, delivered = counters
         return delivered
 
 
@@ -190,7 +194,7 @@ def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpo
 def _opened(descriptor: int, inode: int) -> _Connection | None:
     """The TCP connection behind ``descriptor``; None for any other socket."""
     family = int.from_bytes(_option(descriptor, socket.SOL_SOCKET, socket.SO_DOMAIN, 4), sys.byteorder)
-    if family not in (socket.AF_INET, socket.AF_INET6) or _told(descriptor) is None:
+    if family not in (socket.AF_INET, socket.AF_INET6) or _tcp_counters(descriptor) is None:
         return None
     try:
         copied = os.dup(descriptor)  # a socket object closes what it is given
@@ -217,7 +221,7 @@ def _endpoint(address: Any) -> Endpoint:
     return host.removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
-def _told(descriptor: int) -> tuple[int, int, int] | None:
+def _tcp_counters(descriptor: int) -> tuple[int, int, int] | None:
     """Bytes that arrived, microseconds in which some were in flight and there was room, and a rate of arrival.
 
     None for what is no TCP socket, or where the kernel tells less.
@@ -268,23 +272,23 @@ class ClockComparison:
         Where there can be none, clocks are not compared: what ranks do together tells how far they are apart.
         """
         store = torch_private.default_store()
-        found: dict[str, Any] = {}
+        server: dict[str, Any] = {}
         if dist.get_rank() == 0:
             self._secret = trusted.new_secret()
             with contextlib.suppress(OSError, UserError):
                 address = interface.job_address()
                 self._server = self._serving(address)
-                found = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
-            store.set(self._key, json.dumps(found))
+                server = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
+            store.set(self._key, json.dumps(server))
             return
         with contextlib.suppress(RuntimeError):  # rank 0 does not record, or is gone
             store.wait([self._key], BEGIN_PATIENCE)
-            found = json.loads(store.get(self._key))
-        if not found:
+            server = json.loads(store.get(self._key))
+        if not server:
             return
-        self._secret = bytes.fromhex(found["secret"])
-        for host in _hosts(found["address"]):
-            self._address = (host, found["port"])
+        self._secret = bytes.fromhex(server["secret"])
+        for host in _hosts(server["address"]):
+            self._address = (host, server["port"])
             self._before = comparing.measure_round_trips(self._address, self._secret, last=False)
             if self._before:
                 return
@@ -345,13 +349,13 @@ def connection_peers(
     if world_size == 1 or not dist.is_initialized():
         return {}
     store = torch_private.default_store()
-    keys = [_links_key(number, other) for other in range(world_size)]
+    keys = [_links_key(number, peer) for peer in range(world_size)]
     try:
         limit = timedelta(seconds=patience_s() + LOOK_S)
         _within(patience_s, lambda: store.wait(keys, limit))
         published = _within(
             patience_s,
-            lambda: {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank},
+            lambda: {peer: store.get(key).decode() for peer, key in enumerate(keys) if peer != rank},
         )
     except RuntimeError:  # a rank that is gone publishes nothing
         return {}

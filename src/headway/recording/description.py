@@ -18,7 +18,7 @@ from headway.strategies.registry import ask
 from headway.trace.events import Event, Kind
 
 
-def model_described(
+def describe_model(
     model: nn.Module | None,
     root: nn.Module | None,
     watch: ModuleWatch,
@@ -45,7 +45,7 @@ def model_described(
     )
 
 
-def machine_described(root: nn.Module | None) -> dict[str, Any]:
+def describe_machine(root: nn.Module | None) -> dict[str, Any]:
     """On what this rank trains ``root``: the fields of a ``RankInfo`` that tell its device, threads, cores and load."""
     parameter = next(root.parameters(), None) if root is not None else None
     return {
@@ -64,33 +64,33 @@ def _device_name(device: torch.device) -> str:
 
 def _runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Numbers in order as runs of neighbours: the first and the last of each."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
         else:
-            found.append((number, number))
-    return tuple(found)
+            runs.append((number, number))
+    return tuple(runs)
 
 
-def stage_described(
+def describe_stage(
     stage: Any,
     activation_bytes: Mapping[int, int],
     optimizers: Sequence[torch.optim.Optimizer],
     memory: StageMemory | None,
 ) -> ModelSpec:
     """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
-    own = list(stage.submod.parameters())
+    parameters = list(stage.submod.parameters())
     return model_spec(stage.submod).model_copy(
         update={
             "activation_bytes": activation_bytes.get(stage.stage_index, 0),
             "stage_memory": memory,
-            "optimizer_state_bytes": sum(_state_bytes(optimizer, own) for optimizer in optimizers),
+            "optimizer_state_bytes": sum(_state_bytes(optimizer, parameters) for optimizer in optimizers),
         }
     )
 
 
-def of_replica(model: ModelSpec, stage: ModelSpec) -> ModelSpec:
+def for_replica(model: ModelSpec, stage: ModelSpec) -> ModelSpec:
     """``model``, which is wrapped for data parallelism, as that of a ``stage``: what one micro-batch leaves in it."""
     held = {"activation_bytes": stage.activation_bytes, "pass_memory": None}
     return model.model_copy(update=held)
@@ -122,12 +122,12 @@ def refusals(
     ``named_implementations`` are those of optimizers that the script names; ``compiled_around`` says that code was
     compiled which calls the wrapper.
     """
-    found = {}
+    reasons = {}
     if model is not None:
-        found = dict(ask(lambda plugin: plugin.refusal(model, compiled_around=compiled_around)))
+        reasons = dict(ask(lambda plugin: plugin.refusal(model, compiled_around=compiled_around)))
     if named_implementations:
-        found[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
-    return {name: why for name, why in found.items() if why}
+        reasons[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _finds_unused(model: nn.Module | None) -> bool:
@@ -137,7 +137,9 @@ def _finds_unused(model: nn.Module | None) -> bool:
 
 def _state_bytes(optimizer: torch.optim.Optimizer, of: Iterable[nn.Parameter] | None = None) -> int:
     """The size of all state, or of that of the parameters ``of``."""
-    states = optimizer.state.values() if of is None else [optimizer.state.get(each, {}) for each in of]
+    states = (
+        optimizer.state.values() if of is None else [optimizer.state.get(parameter, {}) for parameter in of]
+    )
     return sum(
         value.numel() * value.element_size()
         for state in states

@@ -15,7 +15,7 @@ from headway.clocks import aligned, fit_clocks, meetings_of
 from headway.clocks.comparing import UNKNOWN_NS
 from headway.errors import LaunchError, TraceError, UserError, one_line
 from headway.recording.averaging import realigned
-from headway.recording.place import ATTEMPT, Recording, described
+from headway.recording.place import ATTEMPT, Recording, read_description
 from headway.trace.events import Events
 from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
 from headway.trace.format import MAX_COMMAND_WORD, MAX_COMMAND_WORDS, ClockFit, RankRounds
@@ -76,7 +76,9 @@ def finish_recording(
             raise _why_nothing(({"steps": "no"},))
         write_manifest(
             chosen.folder,
-            manifest.model_copy(update={**_told_by(chosen.description), "command": told_command(command)}),
+            manifest.model_copy(
+                update={**_told_by(chosen.description), "command": redacted_command(command)}
+            ),
         )
         if any(info.clock.uncertainty_ns >= UNKNOWN_NS for info in manifest.ranks):
             _compare_clocks(chosen.folder)
@@ -87,24 +89,24 @@ def finish_recording(
         files.remove_folder(staging)
 
 
-def told_command(command: Sequence[str]) -> tuple[str, ...]:
+def redacted_command(command: Sequence[str]) -> tuple[str, ...]:
     """``command`` as a trace keeps it: whole, but for what looks like a secret, or not at all."""
     if len(command) > MAX_COMMAND_WORDS or any(len(word) > MAX_COMMAND_WORD for word in command):
         return ()
     if not all(map(_is_text, command)):
         return ()
-    told: list[str] = []
+    kept: list[str] = []
     hides_next = False
     for word in command:
         secret = _SECRET.fullmatch(word)
         if hides_next and not word.startswith("-"):
-            told.append(HIDDEN)
+            kept.append(HIDDEN)
         elif secret is not None and secret[2]:
-            told.append(f"{secret[1]}={HIDDEN}")
+            kept.append(f"{secret[1]}={HIDDEN}")
         else:
-            told.append(word)
+            kept.append(word)
         hides_next = secret is not None and not secret[2] and word.startswith("-")
-    return tuple(told)
+    return tuple(kept)
 
 
 def _is_text(word: str) -> bool:
@@ -130,8 +132,8 @@ def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Atte
             raise TraceError(
                 "the recording's folder was removed while recording", got=staging, fix="Record again."
             )
-        folders = [each for each in staging.glob(f"{ATTEMPT}*") if each.is_dir()] or [staging]
-        attempts = sorted((_attempt(folder, world_size) for folder in folders), key=lambda each: each.rank[1])
+        folders = [path for path in staging.glob(f"{ATTEMPT}*") if path.is_dir()] or [staging]
+        attempts = sorted((_attempt(folder, world_size) for folder in folders), key=lambda path: path.rank[1])
         newest = attempts[-1]
         if newest.everybody_is_heard or newest.world_size is None or time.monotonic() > deadline:
             return attempts
@@ -139,7 +141,7 @@ def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Atte
 
 
 def _attempt(folder: Path, world_size: int | None) -> _Attempt:
-    description = described(folder)
+    description = read_description(folder)
     recorded = tuple(sorted(folder.glob("rank-*.parquet")))
     idle = tuple(_status(path) for path in sorted(folder.glob("status-*.json")))
     expected = world_size or (description.world_size if description else _stated_world_size(recorded, idle))
@@ -163,29 +165,29 @@ def _compare_clocks(folder: Path) -> None:
     Ranks of one host read one clock: what is known of it on one of them is known on all.
     """
     trace = load_trace(folder)
-    known: dict[str, ClockFit] = {}
+    fit_of_host: dict[str, ClockFit] = {}
     unknown = []
     for info in sorted(trace.manifest.ranks, key=lambda info: info.clock.uncertainty_ns):
         if info.clock.uncertainty_ns < UNKNOWN_NS:
-            known.setdefault(info.host, info.clock)
+            fit_of_host.setdefault(info.host, info.clock)
         else:
             unknown.append(info)
-    fits = {info.rank: known[info.host] for info in unknown if info.host in known}
+    fits = {info.rank: fit_of_host[info.host] for info in unknown if info.host in fit_of_host}
     events, rounds = _brought_on(trace.events, fits), _rounds_brought_on(trace.rounds, fits)
     notes = trace.manifest.notes
     if len(fits) < len(unknown):
         # Events of the known ones are on rank 0's clock by now.
-        prior = {host: ClockFit(uncertainty_ns=fit.uncertainty_ns) for host, fit in known.items()}
+        prior = {host: ClockFit(uncertainty_ns=fit.uncertainty_ns) for host, fit in fit_of_host.items()}
         try:
-            found = fit_clocks(
+            fitted = fit_clocks(
                 meetings_of(events, trace.hosts), list(dict.fromkeys(trace.hosts.values())), prior=prior
             )
         except UserError as missing:
             notes = (*notes, f"Clocks were not compared: {missing}")
         else:
-            told = {info.rank: found[info.host] for info in unknown if info.host not in known}
-            events, rounds = _brought_on(events, told), _rounds_brought_on(rounds, told)
-            fits |= told
+            by_causality = {info.rank: fitted[info.host] for info in unknown if info.host not in fit_of_host}
+            events, rounds = _brought_on(events, by_causality), _rounds_brought_on(rounds, by_causality)
+            fits |= by_causality
     ranks = tuple(
         info.model_copy(update={"clock": fits.get(info.rank, info.clock)}) for info in trace.manifest.ranks
     )
@@ -223,7 +225,7 @@ def _why_nothing(idle: Sequence[dict[str, object]]) -> LaunchError:
             fix="Check that the command starts ranks whose Python can import headway, and is not told -I or -E.",
         )
     steps = idle[0]["steps"]
-    if why := next((str(each["fault"]) for each in idle if each.get("fault")), ""):
+    if why := next((str(status["fault"]) for status in idle if status.get("fault")), ""):
         return LaunchError(
             "nothing was recorded", got=one_line(why), fix="Report it: the job itself went on."
         )

@@ -35,7 +35,7 @@ Note = Callable[[nn.Parameter, str], None]
 # them is ever constructed.
 
 
-def noticing_gradients(note: Note) -> type[nn.Parameter]:
+def class_noting_gradients(note: Note) -> type[nn.Parameter]:
     """The class of parameters that tell ``note`` who reads their gradient; values are used at torch's own speed."""
 
     class NoticedGradient(torch_private.StandsInForParameter):
@@ -62,7 +62,7 @@ def noticing_gradients(note: Note) -> type[nn.Parameter]:
     return NoticedGradient
 
 
-def noticing_values(note: Note) -> type[nn.Parameter]:
+def class_noting_values(note: Note) -> type[nn.Parameter]:
     """The class of parameters that tell ``note`` of every use of their value from Python."""
 
     class NoticedValue(torch_private.StandsInForParameter):
@@ -111,7 +111,7 @@ _CLEARING = "zero_grad"  # of optimizers and modules, which look at what they cl
 # nothing. Where code has been compiled, parameters are left alone: changing their class would cause a recompilation.
 
 
-class LookWatch:
+class AccessWatch:
     """Tells ``looked`` of one thread's looks while it is open, at a ``flush`` and when it closes.
 
     They are looks at gradients that are there, or else at ``values``.
@@ -121,7 +121,9 @@ class LookWatch:
         self._looked = looked
         self._values = values
         self._noticing = (
-            noticing_values(guarded(self._note)) if values else noticing_gradients(guarded(self._note))
+            class_noting_values(guarded(self._note))
+            if values
+            else class_noting_gradients(guarded(self._note))
         )
         self._thread = threading.get_ident()
         self._changed: list[nn.Parameter] = []
@@ -134,9 +136,9 @@ class LookWatch:
         self.close()
         if torch_private.has_compiled():
             return
-        own = {name: p for name, p in parameters.items() if type(p) is nn.Parameter and entry_of(p) is None}
-        self._name_of = {id(p): name for name, p in own.items()}
-        self._changed = list(own.values())
+        plain = {name: p for name, p in parameters.items() if type(p) is nn.Parameter and entry_of(p) is None}
+        self._name_of = {id(p): name for name, p in plain.items()}
+        self._changed = list(plain.values())
         _change(self._changed, nn.Parameter, self._noticing)
 
     def close(self) -> None:
@@ -188,8 +190,8 @@ class ReadWatch:
         self._thread = threading.get_ident()
         self._parameters: dict[str, nn.Parameter] = {}
         self._watches_looks = True
-        self._looks = LookWatch(self._looked)
-        self._value_looks = LookWatch(self._looked_at_values, values=True)
+        self._looks = AccessWatch(self._looked)
+        self._value_looks = AccessWatch(self._looked_at_values, values=True)
 
     def attach(self) -> None:
         """Begin to watch."""
@@ -271,11 +273,9 @@ class ReadWatch:
 
     def _read_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """The parameters among ``tensors``, or whose gradients are."""
-        given = {id(tensor) for tensor in tensors}
+        ids = {id(tensor) for tensor in tensors}
         return frozenset(
-            name
-            for name, p in self._with_gradients().items()
-            if id(p) in given or id(gradient_of(p)) in given
+            name for name, p in self._with_gradients().items() if id(p) in ids or id(gradient_of(p)) in ids
         )
 
     def _with_gradients(self) -> dict[str, nn.Parameter]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.recording.collectives import GroupWatch
-from headway.recording.patching import Now, lay_over
+from headway.recording.patching import Now, patch_method
 from headway.recording.pipelines import Label, PipelineWatch
 from headway.strategies.live.channels.observer import THREAD_NAME
 from headway.trace.events import Event, Kind, Stream
@@ -60,9 +60,9 @@ class MessageWatch:
         """Begin to watch."""
         assert not self._undo
         for name, kind in (("send", Kind.SEND), ("recv", Kind.RECEIVE), ("recv_anysource", Kind.RECEIVE)):
-            asked = functools.partial(self._asked, kind, name == "recv_anysource")
-            self._undo.append(lay_over(dist.ProcessGroup, name, asked))
-        self._undo.append(lay_over(dist.Work, "wait", self._waited))
+            observe = functools.partial(self._start, kind, name == "recv_anysource")
+            self._undo.append(patch_method(dist.ProcessGroup, name, observe))
+        self._undo.append(patch_method(dist.Work, "wait", self._waited))
 
     def detach(self) -> None:
         """Leave no trace."""
@@ -70,7 +70,7 @@ class MessageWatch:
             self._undo.pop()()
         self._works.clear()
 
-    def _asked(
+    def _start(
         self, kind: str, of_anybody: bool, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
     ) -> Any:
         enqueue_ns = time.monotonic_ns()

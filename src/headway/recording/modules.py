@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.recording.patching import Failed, Now, fault, guarded, observed_call
+from headway.recording.patching import Now, OnFailure, guarded, observed_call, report_fault
 from headway.trace.events import Event, Kind, Stream
 
 LOSS = "(loss)"
@@ -24,7 +24,7 @@ LOSS = "(loss)"
 Noted = tuple[str, str, int, int, int]  # kind, name, step, start and end
 
 
-class Between(Protocol):
+class PassListener(Protocol):
     """Told of the time between a backward and what follows."""
 
     def backward_ended(self) -> None:
@@ -38,11 +38,11 @@ class JobHook:
     """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing.
 
     In compiled code it does nothing either: otherwise whatever a hook reads could cause a recompilation. What it raises
-    is told to ``failed``, and not to the job.
+    is passed to ``on_failure``, and not to the job.
     """
 
-    def __init__(self, observe: Callable[..., None] | None, failed: Failed = fault) -> None:
-        self._observe, self._failed = observe, failed
+    def __init__(self, observe: Callable[..., None] | None, on_failure: OnFailure = report_fault) -> None:
+        self._observe, self._on_failure = observe, on_failure
 
     def __call__(self, *arguments: Any) -> None:
         """Observe, and change nothing."""
@@ -50,7 +50,7 @@ class JobHook:
             try:
                 self._observe(*arguments)
             except Exception as failure:
-                self._failed(failure)
+                self._on_failure(failure)
 
     def __deepcopy__(self, _memo: Any) -> JobHook:
         """A copied model is not the one that is recorded."""
@@ -64,18 +64,18 @@ class JobHook:
 class ModuleWatch:
     """Observes the passes of one wrapped model while attached, in steps that are recorded.
 
-    Between two of its hooks a step computes for milliseconds, which drives what they need out of the caches. So they
+    PassListener two of its hooks a step computes for milliseconds, which drives what they need out of the caches. So they
     only note what ``rows`` makes events of later. Times are the own monotonic clock's.
     """
 
-    def __init__(self, now: Now, between: Between) -> None:
+    def __init__(self, now: Now, listener: PassListener) -> None:
         self.forward_order: list[str] = []
         self.activation_bytes = 0
         self.compute_ends_ns: dict[int, int] = {}  # end of a backward pass -> end of its computation
         self.noted: list[Noted] = []
         self.unseen: list[str] = []  # modules with parameters that no hook watches, as they run compiled
         self._now = now
-        self._between = between
+        self._listener = listener
         self._handles: list[Any] = []
         self._of_passes: list[Any] = []
         self._of_modules: list[Any] = []
@@ -164,7 +164,7 @@ class ModuleWatch:
     # Forward
 
     def _enter_pass(self, _module: nn.Module, _inputs: Any) -> None:
-        self._between.looking_ends()
+        self._listener.looking_ends()
         self._to_mark.clear()  # of a pass that failed
         self._now.phase = self._first_phase
         self._pass_start_ns = time.monotonic_ns()
@@ -206,7 +206,7 @@ class ModuleWatch:
         now = self._now
 
         def observe(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            self._between.looking_ends()
+            self._listener.looking_ends()
             self._mark_nodes()  # of a pass that has not ended
             before, now.phase = now.phase, "backward"
             self._backward = current = _Backward(now.step, time.monotonic_ns())
@@ -220,7 +220,7 @@ class ModuleWatch:
             current.end_ns = time.monotonic_ns()
             self._backwards.append(current)
             self.compute_ends_ns[current.end_ns] = current.compute_end_ns or current.end_ns
-            self._between.backward_ended()
+            self._listener.backward_ended()
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if self._backward is not None or not now.recording:
@@ -301,7 +301,7 @@ class _Enter(JobHook):
             if now.recording:
                 self._starts_ns.append(time.monotonic_ns())
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
 
 class _Leave(JobHook):
@@ -329,7 +329,7 @@ class _Leave(JobHook):
                 if node is not None and not _holds(inputs, tensor):
                     self._watch.mark_begin(node, self._begins)
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
     def _backward_begins(self, _gradients: Any) -> None:
         current = self._watch.backward()
@@ -352,7 +352,7 @@ class _Ready(JobHook):
                 now_ns = time.monotonic_ns()
                 self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
 
 def count_outputs(root: nn.Module) -> Callable[[], int]:
@@ -394,7 +394,7 @@ def _holds(value: Any, tensor: torch.Tensor) -> bool:
     if value is tensor:
         return True
     if isinstance(value, (tuple, list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            if one is tensor or (one.__class__ is not torch.Tensor and _holds(one, tensor)):
+        for part in value.values() if isinstance(value, dict) else value:
+            if part is tensor or (part.__class__ is not torch.Tensor and _holds(part, tensor)):
                 return True
     return False

@@ -23,9 +23,9 @@ class Now:
     phase: str = ""
 
 
-Failed = Callable[[Exception], object]
+OnFailure = Callable[[Exception], object]
 
-_told: list[Failed] = []
+_listeners: list[OnFailure] = []
 
 
 # The edge between a job and what observes it: functions laid over other people's, and what goes wrong in ours.
@@ -34,39 +34,39 @@ _told: list[Failed] = []
 # stops the recording.
 
 
-def on_fault(told: Failed) -> Callable[[], None]:
-    """Have ``told`` called with what an observer raises, until what is returned is called."""
-    _told.append(told)
+def on_fault(listener: OnFailure) -> Callable[[], None]:
+    """Have ``listener`` called with what an observer raises, until what is returned is called."""
+    _listeners.append(listener)
 
     def leave() -> None:
-        if told in _told:
-            _told.remove(told)
+        if listener in _listeners:
+            _listeners.remove(listener)
 
     return leave
 
 
-def fault(failure: Exception) -> None:
+def report_fault(failure: Exception) -> None:
     """An observer has raised ``failure``."""
-    if not _told:
-        print(f"headway: {described(failure)}; the job goes on", file=sys.stderr, flush=True)
-    for told in _told[:]:
-        told(failure)
+    if not _listeners:
+        print(f"headway: {describe_failure(failure)}; the job goes on", file=sys.stderr, flush=True)
+    for listener in _listeners[:]:
+        listener(failure)
 
 
-def described(failure: Exception) -> str:
+def describe_failure(failure: Exception) -> str:
     """What an observer raised, in one line."""
     return one_line(f"an observer failed ({type(failure).__name__}: {failure})", 300)
 
 
-def guarded(observe: Callable[..., Any], failed: Failed = fault) -> Callable[..., Any]:
-    """``observe``, which raises nothing: ``failed`` is told instead, and None returned."""
+def guarded(observe: Callable[..., Any], on_failure: OnFailure = report_fault) -> Callable[..., Any]:
+    """``observe``, which raises nothing: ``on_failure`` is called instead, and None returned."""
 
     @functools.wraps(observe)
     def guard(*args: Any, **kwargs: Any) -> Any:
         try:
             return observe(*args, **kwargs)
         except Exception as failure:
-            failed(failure)
+            on_failure(failure)
 
     return guard
 
@@ -107,11 +107,11 @@ def observed_call(
             raise
         if not isinstance(failure, Exception):
             raise
-        fault(failure)
+        report_fault(failure)
         return original.result if original.returned else function(*args, **kwargs)
 
 
-def lay_over(owner: Any, name: str, observe: Callable[..., Any]) -> Callable[[], None]:
+def patch_method(owner: Any, name: str, observe: Callable[..., Any]) -> Callable[[], None]:
     """Have ``owner.name(*args)`` call ``observe(original, *args)``; returns what takes it off again."""
     original = getattr(owner, name)
     kept = vars(owner)[

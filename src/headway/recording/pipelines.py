@@ -21,13 +21,13 @@ from headway.memory.pass_watch import Allocations
 from headway.model import Chain, HalvedBackward, StageMemory
 from headway.recording.chains import ChainWatch, unwrapped
 from headway.recording.modules import JobHook, count_outputs, tensors_of
-from headway.recording.patching import Now, guarded, lay_over
+from headway.recording.patching import Now, guarded, patch_method
 from headway.trace.events import Event, Kind, Stream
 
 T = TypeVar("T")
 
 
-class LinkTimes:
+class ChainTimer:
     """Times the modules of one stage's chain while attached, a micro-batch at a time.
 
     A forward is divided at the moments at which modules are called, a backward at those at which the gradients of what
@@ -144,13 +144,13 @@ class StageMemoryWatch:
         """Watch the next step of a schedule."""
         self._armed = True
 
-    def step_begins(self, stages: Sequence[Any], given: Any) -> None:
-        """A schedule begins a step of ``stages``, on a batch and targets that are among ``given``."""
+    def step_begins(self, stages: Sequence[Any], inputs: Any) -> None:
+        """A schedule begins a step of ``stages``, on a batch and targets that are among ``inputs``."""
         if self._step is not None:
             self._again = True
         elif self._armed and len(stages) == 1 and _may_be_watched(stages[0].submod):
             self._armed = self._again = False
-            self._step = _Step(stages[0], given)
+            self._step = _Step(stages[0], inputs)
 
     def begin_pass(self, kind: str, carry_out: Callable[[], Any], ends: Callable[[], Ends]) -> Any:
         """Carry out a pass and note what it holds; of a forward, until ``loss_done``.
@@ -212,10 +212,10 @@ class _Pass(NamedTuple):
 class _Step:
     """One step of ``stage`` while it is watched, from its begin on."""
 
-    def __init__(self, stage: Any, given: Any) -> None:
+    def __init__(self, stage: Any, inputs: Any) -> None:
         self._stage = stage
         self._module: nn.Module = stage.submod
-        self._batch_bytes = _bytes_of(given)
+        self._batch_bytes = _bytes_of(inputs)
         self._received: dict[int, int] = {}
         self._passes: dict[str, list[_Pass]] = {}
         self._open: tuple[str, int] | None = None  # the pass in progress, and what was held before it
@@ -240,8 +240,8 @@ class _Step:
         if self._open is None:
             return
         (kind, before_bytes), self._open = self._open, None
-        found = _Pass(self._peak_bytes() - before_bytes, self._allocations.held_bytes - before_bytes)
-        self._passes.setdefault(kind, []).append(found)
+        observed = _Pass(self._peak_bytes() - before_bytes, self._allocations.held_bytes - before_bytes)
+        self._passes.setdefault(kind, []).append(observed)
         if self._whole is not None:
             self._halved, self._whole = self._whole.end(), None
 
@@ -270,7 +270,7 @@ class _Step:
         count = max(1, len(self._passes.get(FORWARD, ())))
         gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
         self._ended = {
-            "outputs_bytes": self._bytes_made(torch_private.outputs_kept(self._stage)) // count,
+            "outputs_bytes": self._bytes_made(torch_private.kept_outputs(self._stage)) // count,
             "end_bytes": self._bytes_made(result),
             "weighted_bytes": self._weighted_bytes // count,
             "gradient_bytes": _bytes_of(gradients),
@@ -307,8 +307,8 @@ class _Step:
 
     def _backward_bytes(self) -> tuple[int, int]:
         """The most in the first backward, and in others; of halved ones, in both halves together."""
-        if whole := self._passes.get(BACKWARD):
-            return _first_and_later(whole)
+        if backwards := self._passes.get(BACKWARD):
+            return _first_and_later(backwards)
         halves = self._halves()
         if halves is None:
             return 0, 0
@@ -357,12 +357,12 @@ def _first_and_later(passes: Sequence[_Pass]) -> tuple[int, int]:
 
 def _apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor of each memory that can be told."""
-    known = (tensor for tensor in tensors if tensor.layout == torch.strided)
-    return list({torch_private.storage_key(each.untyped_storage()): each for each in known}.values())
+    strided = (tensor for tensor in tensors if tensor.layout == torch.strided)
+    return list({torch_private.storage_key(tensor.untyped_storage()): tensor for tensor in strided}.values())
 
 
 def _bytes_of(value: Any) -> int:
-    return sum(each.untyped_storage().nbytes() for each in _apart(torch_private.tensors_in(value)))
+    return sum(tensor.untyped_storage().nbytes() for tensor in _apart(torch_private.tensors_in(value)))
 
 
 PASSES = {
@@ -402,7 +402,7 @@ class PipelineWatch:
         ] = {}  # what one micro-batch's forward leaves for backward, about
         self.memory = StageMemoryWatch()
         self._chains: dict[int, ChainWatch] = {}
-        self._link_times: dict[int, LinkTimes] = {}
+        self._link_times: dict[int, ChainTimer] = {}
         self._times_links = False
         self._now = now
         self._labels: Any = WeakIdKeyDictionary()  # of tensors that are sent, or received into
@@ -414,13 +414,13 @@ class PipelineWatch:
         if stage is None or self._undo:
             return
         for name, kind in PASSES.items():
-            self._undo.append(lay_over(stage, name, functools.partial(self._passes, kind)))
+            self._undo.append(patch_method(stage, name, functools.partial(self._passes, kind)))
         for name in MESSAGES:
-            self._undo.append(lay_over(stage, name, self._messages))
+            self._undo.append(patch_method(stage, name, self._messages))
         for schedule in torch_private.pipeline_schedules():
-            self._undo.append(lay_over(schedule, "step", self._steps))
+            self._undo.append(patch_method(schedule, "step", self._steps))
         self._undo.append(
-            lay_over(torch_private.pipeline_schedule(), torch_private.COMPUTE_LOSS, self._losses)
+            patch_method(torch_private.pipeline_schedule(), torch_private.COMPUTE_LOSS, self._losses)
         )
 
     def detach(self) -> None:
@@ -475,7 +475,7 @@ class PipelineWatch:
         if wanted and not self._times_links:
             for index, watch in self._chains.items():
                 if watch.found is not None and watch.found.links and index not in self._link_times:
-                    self._link_times[index] = LinkTimes(unwrapped(self.stages[index].submod), watch.found)
+                    self._link_times[index] = ChainTimer(unwrapped(self.stages[index].submod), watch.found)
         elif not wanted:
             for times in self._link_times.values():
                 times.detach()
@@ -521,28 +521,28 @@ def _held_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         return FORWARD
     if name == "backward_weight_one_chunk":
         return WEIGHT_GRADIENT
-    whole = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-    return BACKWARD if whole else INPUT_GRADIENT
+    is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+    return BACKWARD if is_full else INPUT_GRADIENT
 
 
 def labelled(rows: Sequence[Event], observed: Sequence[ObservedPass]) -> list[Event]:
     """``rows`` with the stage and the micro-batch of those inside a pass, and passes that are not among them."""
-    passes = sorted(observed, key=lambda each: each.start_ns)
+    passes = sorted(observed, key=lambda pass_: pass_.start_ns)
     starts_ns = [pass_.start_ns for pass_ in passes]
     seen = set()
-    found = []
+    events = []
     for row in rows:
         at = bisect_right(starts_ns, row.start_ns) - 1
         if row.kind in _LABELLED and at >= 0 and row.end_ns <= passes[at].end_ns:
             row = row._replace(stage=passes[at].label.stage, micro_batch=passes[at].label.micro_batch)
             if row.kind == passes[at].kind:
                 seen.add(at)
-        found.append(row)
-    found += [
+        events.append(row)
+    events += [
         Event(
-            each.kind, "", Stream.COMPUTE, each.step, each.start_ns, each.end_ns - each.start_ns,
-            stage=each.label.stage, micro_batch=each.label.micro_batch,
+            pass_.kind, "", Stream.COMPUTE, pass_.step, pass_.start_ns, pass_.end_ns - pass_.start_ns,
+            stage=pass_.label.stage, micro_batch=pass_.label.micro_batch,
         )
-        for at, each in enumerate(passes) if at not in seen
+        for at, pass_ in enumerate(passes) if at not in seen
     ]  # fmt: skip
-    return found
+    return events

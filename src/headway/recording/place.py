@@ -149,7 +149,7 @@ def agree_on_place(folder: Path, output: Path | None) -> Place:
     return place
 
 
-def elsewhere(folder: Path) -> tuple[Recording, bool] | None:
+def recording_elsewhere(folder: Path) -> tuple[Recording, bool] | None:
     """Where ranks of this launcher, whose folder is given, found rank 0 to record, and whether they see its folder.
 
     None where rank 0 was this launcher's own in the newest attempt, or no rank began to record.
@@ -161,12 +161,13 @@ def elsewhere(folder: Path) -> tuple[Recording, bool] | None:
             notes.append((Recording.model_validate(document["recording"]), document["shared"] is True))
         except (ValueError, KeyError, TypeError):
             continue
-    own = [description.started_s for each in folder.glob(f"{ATTEMPT}*") if (description := described(each))]
+    attempts = filter(None, map(read_description, folder.glob(f"{ATTEMPT}*")))
+    newest_here_s = max((attempt.started_s for attempt in attempts), default=0.0)
     newest = max(notes, key=lambda note: note[0].started_s, default=None)
-    return None if newest is None or max(own, default=0.0) > newest[0].started_s else newest
+    return None if newest is None or newest_here_s > newest[0].started_s else newest
 
 
-def described(folder: Path) -> Recording | None:
+def read_description(folder: Path) -> Recording | None:
     """What rank 0 said of the recording in ``folder``; None for a folder that no rank 0 made."""
     try:
         return Recording.model_validate_json(

@@ -76,29 +76,29 @@ class ProfiledSteps:
                     expected="a job on a device that torch.profiler can trace",
                     fix="Record a job on the CPU with --detail modules or operators.",
                 )
-            found, _ = device_events(document, steps, Known([], []))
+            events, _ = device_events(document, steps, Known([], []))
         else:
-            own = document.of_category("cpu_op")
-            own = own[document.threads(own) == steps.main_thread]
-            index = steps.of(document.start_ns[own])
-            own, index = own[index >= 0], index[index >= 0]
-            found = Events.from_columns(
-                kind=Kind.OPERATOR, stream=Stream.COMPUTE, name=document.name[own], step=steps.number[index],
-                start_ns=document.start_ns[own], duration_ns=document.duration_ns[own],
+            rows = document.of_category("cpu_op")
+            rows = rows[document.threads(rows) == steps.main_thread]
+            index = steps.of(document.start_ns[rows])
+            rows, index = rows[index >= 0], index[index >= 0]
+            events = Events.from_columns(
+                kind=Kind.OPERATOR, stream=Stream.COMPUTE, name=document.name[rows], step=steps.number[index],
+                start_ns=document.start_ns[rows], duration_ns=document.duration_ns[rows],
             )  # fmt: skip
-        return self._on_own_clock(found)
+        return self._on_own_clock(events)
 
-    def _on_own_clock(self, found: Events) -> Events:
-        enqueue_ns: Ints = np.where(found.enqueue_ns >= 0, found.enqueue_ns - self._ahead_ns, -1)
+    def _on_own_clock(self, events: Events) -> Events:
+        enqueue_ns: Ints = np.where(events.enqueue_ns >= 0, events.enqueue_ns - self._ahead_ns, -1)
         columns = {
-            name: getattr(found, name)
+            name: getattr(events, name)
             for name in ("kind", "name", "stream", "group", "sequence", "size_bytes")
         }
-        columns |= {name: getattr(found, name) for name in ("bucket", "peer", "algorithm", "duration_ns")}
+        columns |= {name: getattr(events, name) for name in ("bucket", "peer", "algorithm", "duration_ns")}
         return Events.from_columns(
             **columns,
-            step=found.step + self._first_step,
-            start_ns=found.start_ns - self._ahead_ns,
+            step=events.step + self._first_step,
+            start_ns=events.start_ns - self._ahead_ns,
             enqueue_ns=enqueue_ns,
         )
 

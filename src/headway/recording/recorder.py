@@ -44,18 +44,18 @@ from headway.recording.derive import (
     wait_rows,
 )
 from headway.recording.description import (
-    machine_described,
-    model_described,
-    of_replica,
+    describe_machine,
+    describe_model,
+    describe_stage,
+    for_replica,
     refusals,
-    stage_described,
     strategy_in_force,
 )
 from headway.recording.grad_access import ReadWatch
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch, message_rows
 from headway.recording.modules import ModuleWatch
-from headway.recording.patching import Now, described, guarded, on_fault
+from headway.recording.patching import Now, describe_failure, guarded, on_fault
 from headway.recording.pipelines import PipelineWatch, labelled
 from headway.recording.profiled import Detail, ProfiledSteps
 from headway.recording.step_clock import StepClock
@@ -66,9 +66,9 @@ from headway.recording.watches import (
     InputWatch,
     PauseWatch,
     UpdateWatch,
+    assumed_forwards,
     several_models,
     sharded_root,
-    unseen_uses,
 )
 from headway.rpc import interface
 from headway.strategies.decoupled.granularity import name_of
@@ -204,9 +204,9 @@ class Recorder:
         """Have ``undo`` called when the recording is over."""
         self._undo.append(undo)
 
-    def when_written(self, told: Callable[[], object]) -> None:
-        """Have ``told`` called, in the order of these calls, when this rank's file, or its status, is written."""
-        self._written.append(told)
+    def when_written(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called, in the order of these calls, when this rank's file, or its status, is written."""
+        self._written.append(callback)
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
         """Observe ``model``, whose parameters live in ``root``. Of several the one with the most gradients is recorded.
@@ -237,15 +237,15 @@ class Recorder:
     def _gives_way(self, recorded: nn.Module, root: nn.Module) -> bool:
         """Whether the model recorded so far gives way to ``root``; the other one is noted."""
         larger = _gradient_bytes(root) > _gradient_bytes(recorded) and self._now.step == 0
-        kept, other = (root, recorded) if larger else (recorded, root)
-        self._others.append(f"{type(other).__name__} ({format_bytes(_gradient_bytes(other))})")
+        kept, ignored = (root, recorded) if larger else (recorded, root)
+        self._others.append(f"{type(ignored).__name__} ({format_bytes(_gradient_bytes(ignored))})")
         message = (
             f"more than one model was wrapped; modules and gradients are recorded of {type(kept).__name__}, "
-            f"only communication and updates of {type(other).__name__}"
+            f"only communication and updates of {type(ignored).__name__}"
         )
         warnings.warn(message, HeadwayWarning, stacklevel=3)
         if self._now.step == 0:
-            self._step_clock.another_is(other)
+            self._step_clock.another_is(ignored)
         if larger:
             self._memory.end()
             self._chain.disarm()
@@ -311,7 +311,7 @@ class Recorder:
         if self.fault or self.finished:
             return
         self._now.recording = False
-        self.fault = described(failure)
+        self.fault = describe_failure(failure)
         where = f"rank {self._place[0]}: " if self._place[1] > 1 else ""
         print(
             f"headway: {where}recording stops at step {self.step}: {self.fault}; the job goes on",
@@ -443,7 +443,7 @@ class Recorder:
                 self._write_status()
         except Exception as failure:  # training must not end because its recording does
             self._say(f"could not write its recording: {one_line(str(failure))}")
-            self.fault = self.fault or described(failure)
+            self.fault = self.fault or describe_failure(failure)
             guarded(self._write_status, self._could_not_end)()
         guarded(self._forget, self._could_not_end)()
         try:
@@ -473,7 +473,7 @@ class Recorder:
         return max(0.0, self._patient_until_s - time.monotonic())
 
     def _could_not_end(self, failure: Exception) -> None:
-        self._say(f"its recording did not end well: {described(failure)}")
+        self._say(f"its recording did not end well: {describe_failure(failure)}")
 
     def _say(self, what: str) -> None:
         print(f"headway: rank {self._place[0]} {what}", file=sys.stderr, flush=True)
@@ -523,20 +523,20 @@ class Recorder:
         rank, world_size = self._place
         fit = self._clocks.end(rank, world_size, self._patience_s)
         events = labelled(self._rows + self._watch.rows(), self._pipelines.observed)
-        events += unseen_uses(events, self._watch.unseen)
-        model = model_described(
+        events += assumed_forwards(events, self._watch.unseen)
+        model = describe_model(
             self._model, self._root, self._watch, events, self._step_clock.optimizers, self._memory.found
         ).model_copy(update={"chain": self._chain.found})
         pipelines, stages = self._pipelines, self._pipelines.stages
         of_stages = {
-            index: stage_described(
+            index: describe_stage(
                 stage, pipelines.activation_bytes, self._step_clock.optimizers, pipelines.memory.found
             ).model_copy(update={"chain": pipelines.chain_of(index)})
             for index, stage in stages.items()
         }
         if of_stages:
             of_stage = of_stages[min(of_stages)]
-            model = of_stage if self._root is None else of_replica(model, of_stage)
+            model = of_stage if self._root is None else for_replica(model, of_stage)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)
         events += self._rounds.rows()
@@ -549,9 +549,9 @@ class Recorder:
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
         # Where it was told to end, a backward may be in progress, which holds what DDP would be asked.
-        found = self._strategies_in_force() if self.in_order else self._in_force
-        assert found is not None, "a step has ended"
-        (name, in_force), (order, in_order) = found
+        recorded_strategies = self._strategies_in_force() if self.in_order else self._in_force
+        assert recorded_strategies is not None, "a step has ended"
+        (name, in_force), (order, in_order) = recorded_strategies
         strategies = {name: in_force, order: in_order}
         strategies.pop("", None)
         self.may_be_measured = any(
@@ -565,7 +565,7 @@ class Recorder:
             backend=dist.get_backend() if dist.is_initialized() else "gloo",
             version=str(torch.__version__),
             clock=fit,
-            strategy={one: dict(found.options) for one, found in strategies.items()},
+            strategy={name: dict(strategy.options) for name, strategy in strategies.items()},
             buckets=in_force.buckets,
             notes=self._notes(events),
             other_models=tuple(self._others),
@@ -576,7 +576,7 @@ class Recorder:
                 self._named_implementations,
                 compiled_around=self._watch.passes_compiled or self._forward_unseen(events),
             ),
-            **machine_described(self._root),
+            **describe_machine(self._root),
         )
         several = of_stages if len(stages) > 1 else {}
         write_rank(self.options.folder, info, model, recorded, several, self._rounds.described(fit))
@@ -621,7 +621,7 @@ class Recorder:
 
     def _may_use_store(self) -> bool:
         """Where a job fails, the file that its ranks met in may go at any time."""
-        return self.in_order or not torch_private.kept_in_a_file()
+        return self.in_order or not torch_private.uses_file_store()
 
 
 def _gradient_bytes(root: nn.Module) -> int:

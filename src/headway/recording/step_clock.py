@@ -28,7 +28,11 @@ class StepClock:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """All that hold parameters of the model, of which some steps may not be counted."""
-        return [each for each in self._seen if not self._parameter_ids or _holds(each, self._parameter_ids)]
+        return [
+            optimizer
+            for optimizer in self._seen
+            if not self._parameter_ids or _holds(optimizer, self._parameter_ids)
+        ]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -72,7 +76,10 @@ class StepClock:
         if not self._calls or (waiting and sum(self._calls.values()) < LONGEST_WAIT):
             return False
         self._chosen = True
-        chosen = min(self._calls, key=lambda each: (self._calls[each], not _holds(each, self._parameter_ids)))
+        chosen = min(
+            self._calls,
+            key=lambda candidate: (self._calls[candidate], not _holds(candidate, self._parameter_ids)),
+        )
         self._optimizer = weakref.ref(chosen)
         return chosen is optimizer
 

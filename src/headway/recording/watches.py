@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from headway import torch_private
-from headway.recording.patching import guarded, lay_over
+from headway.recording.patching import guarded, patch_method
 from headway.trace.events import WORK, Event, Kind, Stream
 
 LEAST_LOOP_NS = 200_000  # of a loop's beginning and end, which without workers take next to no time
@@ -56,7 +56,7 @@ class InputWatch:
                     self._put(start_ns, end_ns)
             return result
 
-        self._undo.append(lay_over(owner, name, timed))
+        self._undo.append(patch_method(owner, name, timed))
 
 
 LEAST_NS = 200_000  # shorter ones are not worth a row
@@ -96,7 +96,7 @@ class PauseWatch:
             finally:
                 self._ended(kind, what, start_ns)
 
-        self._undo.append(lay_over(owner, name, timed))
+        self._undo.append(patch_method(owner, name, timed))
 
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":
@@ -168,11 +168,11 @@ SHARDED = (
 )
 
 
-def several_models(others: Sequence[str]) -> str:
+def several_models(ignored: Sequence[str]) -> str:
     """What to say of models that were wrapped besides the one that is recorded."""
     return (
-        f"{1 + len(others)} models were wrapped: modules and gradients are those of the one with the most bytes. Only "
-        f"communication and updates of {', '.join(others)} are recorded, and no plan is made for the job."
+        f"{1 + len(ignored)} models were wrapped: modules and gradients are those of the one with the most bytes. Only "
+        f"communication and updates of {', '.join(ignored)} are recorded, and no plan is made for the job."
     )
 
 
@@ -181,8 +181,8 @@ def sharded_root() -> nn.Module | None:
     kind = torch_private.sharded_by_fully_shard()
     if kind is None:
         return None
-    found = [get_object_ for get_object_ in gc.get_objects() if issubclass(type(get_object_), kind)]
-    return max(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+    sharded = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
+    return max(sharded, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
 MODULES_UNSEEN = (
@@ -200,7 +200,7 @@ FORWARD_UNSEEN = (
 # A module's forward is then not seen, but that its parameters were needed is known: at the latest when the pass began.
 
 
-def unseen_uses(rows: Iterable[Event], owners: Sequence[str]) -> list[Event]:
+def assumed_forwards(rows: Iterable[Event], owners: Sequence[str]) -> list[Event]:
     """Forwards of no length of the modules ``owners``: where each recorded pass begins, or a step that shows none."""
     steps = {row.step: row.start_ns for row in rows if row.kind == Kind.STEP}
     passes = [(row.step, row.start_ns) for row in rows if row.kind == Kind.FORWARD_PASS]

@@ -27,8 +27,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def compilation_marks(module: torch.nn.Module) -> tuple[type, Any, Any]:
     """What becomes something else where ``module`` is compiled in place."""
-    own = module.__dict__
-    return type(module), own.get("_compiled_call_impl"), own.get("forward")
+    attributes = module.__dict__
+    return type(module), attributes.get("_compiled_call_impl"), attributes.get("forward")
 
 
 @contextmanager
@@ -76,10 +76,10 @@ def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of ``root`` whose own hooks run outside of compiled code."""
     if is_compiled(root):
         return [root] if has_compiled_forward(root) else []
-    found = {id(root): root}
+    eager = {id(root): root}
     for child in root.children():
-        found |= {id(module): module for module in eager_modules(child)}
-    return list(found.values())
+        eager |= {id(module): module for module in eager_modules(child)}
+    return list(eager.values())
 
 
 def has_compiled() -> bool:

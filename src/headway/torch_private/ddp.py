@@ -56,7 +56,7 @@ def stock_ddp(
     return ddp
 
 
-def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
+def copy_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
     """Have copies of ``ddp``, and what is pickled of it, be an ordinary DDP again.
 
     They have neither its communication hook, whose state cannot be copied, nor the attributes ``added`` to it.
@@ -74,12 +74,12 @@ def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
     ddp.__dict__["__getstate__"] = state
 
 
-def copied_as_itself(ddp: DistributedDataParallel) -> None:
-    """Undo ``copied_without_hook``."""
+def copy_with_hook(ddp: DistributedDataParallel) -> None:
+    """Undo ``copy_without_hook``."""
     del ddp.__dict__["__getstate__"]
 
 
-def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
+def pickle_as_stock_ddp(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
     """What ``__reduce_ex__`` of a class in the place of DDP returns, so that a copy is an ordinary DDP.
 
     As with torch's own, it needs no other rank. Raises RuntimeError where the process group is not the default one.
@@ -90,17 +90,17 @@ def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
     }  # fmt: skip
     plain = stock_ddp(None, wrapper.module, options)
     state: Any = plain.__getstate__()
-    let_go_of_reducer(plain)
+    release_reducer(plain)
     state["training"] = wrapper.training
     return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
 
 
-def divides_by_ranks_left(ddp: DistributedDataParallel) -> bool:
+def divides_by_remaining_ranks(ddp: DistributedDataParallel) -> bool:
     """Whether a ``join()`` lasts in which gradients are divided by the number of ranks that still train."""
     return bool(ddp._join_config.enable) and not getattr(ddp, "_divide_by_initial_world_size", True)
 
 
-def buckets_rebuilt(ddp: DistributedDataParallel) -> bool:
+def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Have ``ddp`` put its buckets in the order of its first backward, on every rank; False if that has not ended."""
     reducer: Any = ddp.reducer
     try:
@@ -117,7 +117,7 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
     held.reducer._check_reducer_finalized()
 
 
-def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
+def release_reducer(ddp: DistributedDataParallel) -> None:
     """Remove the hooks of ``ddp`` and free its buckets, between two backwards; ``stock_ddp`` brings them back.
 
     Raises RuntimeError, with torch's explanation, where the last backward has not been reduced.
@@ -129,7 +129,7 @@ def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
     held._comm_hooks.clear()  # with what their states keep
 
 
-def ddp_keeps_its_cap(ddp: DistributedDataParallel) -> bool:
+def ddp_has_separate_bucket_cap(ddp: DistributedDataParallel) -> bool:
     """Whether this torch keeps the cap of buckets apart from that by which code is compiled in parts."""
     return hasattr(ddp, "_bucket_config")
 
@@ -147,7 +147,7 @@ def ddp_bucket_caps_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> list[f
     return [cap_bytes / 2**20 for cap_bytes in getattr(ddp, "bucket_bytes_cap_list", None) or ()]
 
 
-def moved_as_ddp_does(
+def move_inputs_like_ddp(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a forward with their tensors on ``device``, as DDP moves them where it has ``device_ids``."""
@@ -169,6 +169,6 @@ def sharded_by_fully_shard() -> type | None:
     return sharded if sharded is not None and sharded.__subclasses__() else None
 
 
-def ddp_ignores_some_of(module: torch.nn.Module) -> bool:
+def ddp_ignores_parameters(module: torch.nn.Module) -> bool:
     """Whether DistributedDataParallel was told to leave some parameters or buffers of ``module`` alone."""
     return bool(getattr(module, "_ddp_params_and_buffers_to_ignore", None))

@@ -146,7 +146,7 @@ def default_store(limit_s: float = LIMIT_S) -> JobStore:
     return JobStore(_get_default_store(), limit_s)
 
 
-def kept_in_a_file() -> bool:
+def uses_file_store() -> bool:
     """Whether the default group met in a file: its store's operations never end where the file's folder is gone."""
     return dist.is_initialized() and isinstance(without_prefixes(_get_default_store()), _stores.FileStore)
 
@@ -237,10 +237,17 @@ def new_gloo_group(
 
     def make(options: Any, _backend_options: Any) -> Any:
         gloo: Any = dist.ProcessGroupGloo
-        own = gloo._Options()
-        own._devices, own._threads, own._timeout = list(devices), 1, options.timeout
-        own.global_ranks_in_group, own.group_name = options.global_ranks_in_group, options.group_id
-        return gloo(options.store, options.group_rank, options.group_size, own)
+        gloo_options = gloo._Options()
+        gloo_options._devices, gloo_options._threads, gloo_options._timeout = (
+            list(devices),
+            1,
+            options.timeout,
+        )
+        gloo_options.global_ranks_in_group, gloo_options.group_name = (
+            options.global_ranks_in_group,
+            options.group_id,
+        )
+        return gloo(options.store, options.group_rank, options.group_size, gloo_options)
 
     dist.Backend.register_backend(_OWN_BACKEND, make, extended_api=True, devices=["cpu"])
     try:
@@ -268,9 +275,9 @@ def _named_by_its_ranks() -> Iterator[None]:
     """
 
     def named(ranks: Sequence[int], *_args: Any, **_kwargs: Any) -> str:
-        made = tuple(ranks)
-        _made_by[made] += 1
-        return f"headway/{'_'.join(map(str, made))}/{_made_by[made]}"
+        members = tuple(ranks)
+        _made_by[members] += 1
+        return f"headway/{'_'.join(map(str, members))}/{_made_by[members]}"
 
     module: Any = distributed_c10d
     stock = module._process_group_name
@@ -329,7 +336,7 @@ def let_gloo_finish() -> None:
 
 
 @functools.cache
-def let_gloo_finish_in_time() -> None:
+def let_gloo_finish_before_shutdown() -> None:
     """From now on, before groups are destroyed and before Python ends.
 
     A script that ends right after a collective aborts otherwise where it still has its group: a thread of Gloo that

@@ -60,9 +60,9 @@ def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
     if device is None:
         return True
     scaler = torch.amp.GradScaler(device.type)
-    one, found = torch.ones((), device=device), torch.zeros((), device=device)
-    found_by_device = scaler._unscale_grads_(optimizer, one, found, True)
-    return not any(bool(each) for each in found_by_device.values())
+    unit_scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    found_inf_by_device = scaler._unscale_grads_(optimizer, unit_scale, found_inf, True)
+    return not any(bool(flag) for flag in found_inf_by_device.values())
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
@@ -75,7 +75,7 @@ Gate = Callable[[Optimizer, Step, tuple[Any, ...], dict[str, Any]], Any]
 """Is given an optimizer, its step, and what that is called with; returns what ``optimizer.step`` returns."""
 
 _gates: list[Gate] = []
-_asked: set[int] = set()  # ids of optimizers whose step asks
+_in_gate: set[int] = set()  # ids of optimizers whose step is inside the gate
 
 
 # Gates around the steps of all optimizers, which decide whether a step is made.
@@ -109,16 +109,16 @@ def gate_steps(gate: Gate) -> None:
             _gate_class(subclass)
 
 
-def is_asked(optimizer: Optimizer) -> bool:
+def is_in_gate(optimizer: Optimizer) -> bool:
     """Whether the step that ``optimizer`` is in went through the gate."""
-    return id(optimizer) in _asked
+    return id(optimizer) in _in_gate
 
 
 def _subclasses(of: type) -> Iterator[type[Any]]:
-    known: list[type[Any]] = type.__subclasses__(of)
-    for each in known:
-        yield each
-        yield from _subclasses(each)
+    subclasses: list[type[Any]] = type.__subclasses__(of)
+    for subclass in subclasses:
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _gate_class(owner: type[Any]) -> None:
@@ -128,13 +128,13 @@ def _gate_class(owner: type[Any]) -> None:
 
     @functools.wraps(step)
     def gated(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if id(self) in _asked:  # a class whose step calls that of another
+        if id(self) in _in_gate:  # a class whose step calls that of another
             return step(self, *args, **kwargs)
-        _asked.add(id(self))
+        _in_gate.add(id(self))
         try:
             return _gates[0](self, functools.partial(step, self), args, kwargs)
         finally:
-            _asked.discard(id(self))
+            _in_gate.discard(id(self))
 
     gated.gated = True  # type: ignore[attr-defined]
     # The step without torch's hooks, as it is found where there is no gate.
@@ -189,11 +189,11 @@ def _watch() -> None:
 
 
 def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    given = args, kwargs
+    arguments = args, kwargs
     for hook in _before[:]:
-        if hook in _before and (changed := hook.call(optimizer, *given)) is not None:
-            given = changed
-    return given
+        if hook in _before and (changed := hook.call(optimizer, *arguments)) is not None:
+            arguments = changed
+    return arguments
 
 
 def _step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -36,7 +36,7 @@ class InputGradients:
             if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
         ]
         self._missing = len(awaited)
-        self._handles = [each.register_post_accumulate_grad_hook(self._computed) for each in awaited]
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._computed) for leaf in awaited]
 
     def _computed(self, _: torch.Tensor) -> None:
         self._missing -= 1
@@ -66,7 +66,7 @@ class InputGradients:
 _INFERENCES = ("_forward_metadata_inference", "_shape_inference")  # of torch 2.13, and of earlier ones
 
 
-def leave_no_trace(stage: Any) -> None:
+def preserve_state_in_inference(stage: Any) -> None:
     """Have such forwards of ``stage`` leave buffers and random numbers as they were.
 
     They would count to what ``BatchNorm`` has seen, before the first step and after every switch from evaluation.
@@ -119,10 +119,10 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
-def outputs_kept(stage: Any) -> list[Any]:
+def kept_outputs(stage: Any) -> list[Any]:
     """What a stage has put out in the last step and keeps for the script."""
-    found: list[Any] = stage.output_chunks
-    return found
+    outputs: list[Any] = stage.output_chunks
+    return outputs
 
 
 def ends_of_backward(
@@ -133,9 +133,9 @@ def ends_of_backward(
     return tensors_in(outputs if loss is None else loss), tensors_in(inputs)
 
 
-def hands_on_no_tensor(failure: Exception) -> bool:
+def is_non_tensor_output_error(failure: Exception) -> bool:
     """Whether torch has raised it because a stage put out what is no tensor."""
-    return any(each.__name__ in _NO_TENSOR for each in type(failure).__mro__)
+    return any(kind.__name__ in _NO_TENSOR for kind in type(failure).__mro__)
 
 
 def is_stage(value: object) -> bool:
@@ -144,12 +144,12 @@ def is_stage(value: object) -> bool:
     return stage is not None and isinstance(value, stage)
 
 
-def planned_of(stage: object) -> object | None:
+def plan_of_stage(stage: object) -> object | None:
     """What was noted of a stage's plan (``PipelineSteps.note_plan``), if anything."""
     return getattr(stage, _PLANNED, None)
 
 
-def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[], None]:
+def before_first_step(take_over: Callable[[PipelineSteps], None]) -> Callable[[], None]:
     """Have ``take_over`` called at the first step of every schedule constructed from now on; returns what undoes that.
 
     It is called before torch splits the batch.
@@ -163,10 +163,10 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
         def construct(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> None:
             _original(self, *args, **kwargs)
 
-            def first(*given: Any, **named: Any) -> Any:
+            def first(*args_: Any, **kwargs_: Any) -> Any:
                 delattr(self, _SPLIT)  # torch's own again
                 take_over(PipelineSteps(self))
-                return getattr(self, _SPLIT)(*given, **named)
+                return getattr(self, _SPLIT)(*args_, **kwargs_)
 
             setattr(self, _SPLIT, first)
 
@@ -175,14 +175,14 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
         undo.append(functools.partial(setattr, kind, "__init__", original))
 
     def undo_all() -> None:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
     return undo_all
 
 
-def left_to_torch(schedule: Any) -> None:
-    """Have ``when_first_stepped`` not await the first step of ``schedule``."""
+def leave_to_torch(schedule: Any) -> None:
+    """Have ``before_first_step`` not await the first step of ``schedule``."""
     vars(schedule).pop(_SPLIT, None)
 
 
@@ -203,24 +203,24 @@ class PipelineSteps:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        own = stages_of(schedule)
-        self.stages: dict[int, Any] = {stage.stage_index: stage for stage in own}
-        self.stage_count: int = own[0].num_stages
-        self.rank: int = own[0].group_rank
+        stages = stages_of(schedule)
+        self.stages: dict[int, Any] = {stage.stage_index: stage for stage in stages}
+        self.stage_count: int = stages[0].num_stages
+        self.rank: int = stages[0].group_rank
         self.halves_backwards = False  # whether steps will be carried out so
         self._first_loss: Callable[[Callable[[Any, Any], Any], Any, Any], object] | None = None
         self._torch_step = schedule._step_microbatches
         self._signature = inspect.signature(self._torch_step)
         single = hasattr(schedule, "_initialize_stage")
         self._initialise = schedule._initialize_stage if single else schedule._initialize_stages
-        for stage in own:
-            leave_no_trace(stage)
+        for stage in stages:
+            preserve_state_in_inference(stage)
         # Earlier torch has no use for targets.
         self._initialise_takes = len(inspect.signature(self._initialise).parameters)
 
     @property
-    def will_be_taken_over(self) -> bool:
-        """Whether ``when_first_stepped`` awaits its first step."""
+    def awaits_first_step(self) -> bool:
+        """Whether ``before_first_step`` awaits its first step."""
         return _SPLIT in vars(self._schedule)
 
     @property
@@ -291,11 +291,11 @@ class PipelineSteps:
         return tuple(places[stage] for stage in range(self.stage_count))
 
     def note_plan(self, plan: object) -> None:
-        """Have ``planned_of`` the stages give ``plan``."""
+        """Have ``plan_of_stage`` the stages give ``plan``."""
         for stage in self.stages.values():
             setattr(stage, _PLANNED, plan)
 
-    def carry_out_by(self, step: Callable[[dict[str, Any]], None]) -> None:
+    def replace_step(self, step: Callable[[dict[str, Any]], None]) -> None:
         """Have ``step`` carry out every step from now on: it is given what torch's own was, by name."""
 
         def replaced(*args: Any, **kwargs: Any) -> None:
@@ -305,15 +305,17 @@ class PipelineSteps:
 
         self._schedule._step_microbatches = replaced
 
-    def as_torch_does(self, given: dict[str, Any]) -> None:
+    def run_torch_step(self, arguments: dict[str, Any]) -> None:
         """Carry a step out in torch's own order."""
-        self._torch_step(**given)
+        self._torch_step(**arguments)
 
-    def begin(self, given: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def begin(self, arguments: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Check what a step is given and prepare the stages; returns each micro-batch's arguments, and keyword ones."""
-        schedule, targets = self._schedule, given["target_mbs"]
-        args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, given["losses"])
-        more = (None if targets is None else targets[0], given.get("loss_kwargs"))
+        schedule, targets = self._schedule, arguments["target_mbs"]
+        args, kwargs = schedule._check_inputs(
+            arguments["arg_mbs"], arguments["kwarg_mbs"], targets, arguments["losses"]
+        )
+        more = (None if targets is None else targets[0], arguments.get("loss_kwargs"))
         with contextlib.ExitStack() as stack:
             # Torch works shapes out with a forward, behind which DDP would reduce gradients in the next backward, and
             # stumble over the last one.
@@ -323,31 +325,33 @@ class PipelineSteps:
             self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
         return args, kwargs
 
-    def end(self, given: dict[str, Any]) -> None:
+    def end(self, arguments: dict[str, Any]) -> None:
         """All micro-batches are through: hand out losses, and let data parallelism finish."""
         schedule = self._schedule
-        schedule._update_losses(list(self.stages.values()), given["losses"])
+        schedule._update_losses(list(self.stages.values()), arguments["losses"])
         if self.trains:
             for stage in self.stages.values():
                 stage.perform_reduce_grad(schedule._n_microbatches if schedule.scale_grads else 1)
 
     # One micro-batch ---------------------------------------------------------------------------------
 
-    def forward(self, stage: int, micro_batch: int, args: Any, kwargs: Any, given: dict[str, Any]) -> None:
+    def forward(
+        self, stage: int, micro_batch: int, args: Any, kwargs: Any, arguments: dict[str, Any]
+    ) -> None:
         """Compute a stage's forward, and the loss behind the last; hand the output to a next stage that is here."""
-        own = self.stages[stage]
-        output = own.forward_one_chunk(
-            micro_batch, args, kwargs, save_forward_output=given.get("return_outputs", True)
+        torch_stage = self.stages[stage]
+        output = torch_stage.forward_one_chunk(
+            micro_batch, args, kwargs, save_forward_output=arguments.get("return_outputs", True)
         )
-        if self.halves_backwards and not own.is_last:
-            outputs, inputs = own.fwd_cache[micro_batch]
-            own.fwd_cache[micro_batch] = (tuple(map(_whole, outputs)), inputs)
-        more = [given["loss_kwargs"]] if "loss_kwargs" in given else []
-        self._schedule._maybe_compute_loss(own, output, given["target_mbs"], micro_batch, *more)
-        if self._first_loss is not None and own.is_last:
+        if self.halves_backwards and not torch_stage.is_last:
+            outputs, inputs = torch_stage.fwd_cache[micro_batch]
+            torch_stage.fwd_cache[micro_batch] = (tuple(map(_unaliased, outputs)), inputs)
+        more = [arguments["loss_kwargs"]] if "loss_kwargs" in arguments else []
+        self._schedule._maybe_compute_loss(torch_stage, output, arguments["target_mbs"], micro_batch, *more)
+        if self._first_loss is not None and torch_stage.is_last:
             check, self._first_loss = self._first_loss, None
             loss_of = functools.partial(_loss_of, self._schedule, more)
-            check(loss_of, output, given["target_mbs"][micro_batch])
+            check(loss_of, output, arguments["target_mbs"][micro_batch])
         if stage + 1 in self.stages:
             self.stages[stage + 1].set_local_fwd_input(output, micro_batch)
 
@@ -356,7 +360,7 @@ class PipelineSteps:
         stage: int,
         micro_batch: int,
         *,
-        whole: bool,
+        full: bool,
         last: bool,
         send: Callable[[], None] | None = None,
     ) -> None:
@@ -365,28 +369,30 @@ class PipelineSteps:
         ``last`` says that no gradient of a parameter of this stage comes after this one. ``send`` is called within it,
         when the gradients of its input can be sent.
         """
-        own = self.stages[stage]
-        outputs, _ = own.fwd_cache[micro_batch]
-        loss = self._schedule._maybe_get_loss(own, micro_batch)
-        sending = None if send is None else InputGradients(own, micro_batch, send)
-        own.backward_one_chunk(micro_batch, loss=loss, full_backward=whole, last_backward=last)
+        torch_stage = self.stages[stage]
+        outputs, _ = torch_stage.fwd_cache[micro_batch]
+        loss = self._schedule._maybe_get_loss(torch_stage, micro_batch)
+        sending = None if send is None else InputGradients(torch_stage, micro_batch, send)
+        torch_stage.backward_one_chunk(micro_batch, loss=loss, full_backward=full, last_backward=last)
         if sending is not None:
             sending.done()
-        if own.is_last:
-            _let_go_of_graph(own.output_chunks, outputs, loss)
+        if torch_stage.is_last:
+            _let_go_of_graph(torch_stage.output_chunks, outputs, loss)
         if stage - 1 in self.stages:
-            self.stages[stage - 1].set_local_bwd_input(own.get_local_bwd_output(micro_batch), micro_batch)
+            self.stages[stage - 1].set_local_bwd_input(
+                torch_stage.get_local_bwd_output(micro_batch), micro_batch
+            )
 
     def backward_of_weights(self, stage: int, micro_batch: int, *, last: bool) -> None:
         """Compute the gradients of a stage's parameters, whose inputs' were computed before."""
         self.stages[stage].backward_weight_one_chunk(micro_batch, last_backward=last)
 
-    def given_to(self, stage: int) -> list[str]:
+    def received_tensors(self, stage: int) -> list[str]:
         """What a stage receives of a micro-batch: type and shape of each tensor, once stages are prepared."""
         infos = self.stages[stage].args_recv_info.get(0, ())
         return [_described(info.buffer) for info in infos if getattr(info, "buffer", None) is not None]
 
-    def handed_on_by(self, stage: int) -> list[str]:
+    def sent_tensors(self, stage: int) -> list[str]:
         """What a stage hands on of a micro-batch, likewise; empty where this torch does not say."""
         metas = getattr(getattr(self.stages[stage], "_stage_meta", None), "outputs", None) or ()
         return [_described(meta) for meta in metas]
@@ -395,30 +401,34 @@ class PipelineSteps:
 
     def receive_buffers(self, stage: int, micro_batch: int, *, gradients: bool) -> ReceiveBuffers:
         """The memory that a stage receives a micro-batch's activations into, or their gradients."""
-        own = self.stages[stage]
-        found = own.grad_recv_info if gradients else own.args_recv_info
-        return ReceiveBuffers([info for info in found[micro_batch] if hasattr(info, "buffer")])
+        torch_stage = self.stages[stage]
+        infos = torch_stage.grad_recv_info if gradients else torch_stage.args_recv_info
+        return ReceiveBuffers([info for info in infos[micro_batch] if hasattr(info, "buffer")])
 
     def receives(self, stage: int, micro_batch: int, *, gradients: bool) -> list[Any]:
         """What is to be received, as ``batch_isend_irecv`` takes it."""
-        own = self.stages[stage]
-        found: list[Any] = (own.get_bwd_recv_ops if gradients else own.get_fwd_recv_ops)(micro_batch)
-        return found
+        torch_stage = self.stages[stage]
+        operations: list[Any] = (torch_stage.get_bwd_recv_ops if gradients else torch_stage.get_fwd_recv_ops)(
+            micro_batch
+        )
+        return operations
 
     def sends(self, stage: int, micro_batch: int, *, gradients: bool) -> list[Any]:
         """What is to be sent, likewise."""
-        own = self.stages[stage]
-        found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
-        return found
+        torch_stage = self.stages[stage]
+        operations: list[Any] = (torch_stage.get_bwd_send_ops if gradients else torch_stage.get_fwd_send_ops)(
+            micro_batch
+        )
+        return operations
 
 
 def _loss_of(schedule: Any, more: Sequence[Any], output: Any, target: Any) -> Any:
     return schedule._compute_loss(output, target, *more)
 
 
-def tensors_in(given: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of nested tuples, lists and dicts."""
-    return [tree_leaf for tree_leaf in tree_leaves(given) if isinstance(tree_leaf, torch.Tensor)]
+    return [tree_leaf for tree_leaf in tree_leaves(value) if isinstance(tree_leaf, torch.Tensor)]
 
 
 def _described(tensor: Any) -> str:
@@ -427,7 +437,7 @@ def _described(tensor: Any) -> str:
     return f"{distributed}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _whole(output: Any) -> Any:
+def _unaliased(output: Any) -> Any:
     """A copy of what is a view of something else: torch lets go of an output in place when its backward is halved."""
     return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else output
 
@@ -447,7 +457,7 @@ def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tens
     }
     for place, chunk in enumerate(chunks):
         if any(id(tree_leaf) in views for tree_leaf in tree_leaves(chunk)):
-            chunks[place] = tree_map(lambda each: views.get(id(each), each), chunk)
+            chunks[place] = tree_map(lambda leaf: views.get(id(leaf), leaf), chunk)
 
 
 class ReceiveBuffers:

@@ -44,8 +44,8 @@ def inside_transform() -> bool:
 
 def node_type_of(function: type[torch.autograd.Function]) -> type[Any]:
     """The type of the nodes that ``function`` leaves in graphs."""
-    made: type[Any] = cast(Any, function)._backward_cls
-    return made
+    node_type: type[Any] = cast(Any, function)._backward_cls
+    return node_type
 
 
 def put_gradient_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -53,11 +53,11 @@ def put_gradient_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor],
     marked: Any = unserializable_hook(functools.partial(hook))  # a bound method cannot be
     handle = tensor.register_hook(marked)
     hooks: Any = tensor._backward_hooks
-    own = hooks.pop(handle.id)
-    others = list(hooks.items())
+    first = hooks.pop(handle.id)
+    later = list(hooks.items())
     hooks.clear()  # autograd goes through them as they were put in
-    hooks[handle.id] = own
-    hooks.update(others)
+    hooks[handle.id] = first
+    hooks.update(later)
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
@@ -168,7 +168,7 @@ def operator_packet(operator: Any) -> Any:
     return operator._overloadpacket
 
 
-def returns_given_memory(operator: Any) -> bool:
+def returns_input_memory(operator: Any) -> bool:
     """Whether an operator says that it returns memory it was given: a view, or what it wrote to."""
     return any(return_.alias_info for return_ in operator._schema.returns)
 
@@ -196,9 +196,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that ``state_dict()`` has, each once, without calling what hooks it."""
     seen: set[int] = set()
-    for prefix, each in module.named_modules():
-        for name, buffer in each._buffers.items():
-            if buffer is not None and name not in each._non_persistent_buffers_set and id(buffer) not in seen:
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule._buffers.items():
+            if (
+                buffer is not None
+                and name not in submodule._non_persistent_buffers_set
+                and id(buffer) not in seen
+            ):
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
@@ -257,7 +261,7 @@ foreach_copy: Callable[..., None] = torch._foreach_copy_
 """Copy a list of tensors into another, all at once."""
 
 
-def device_here() -> torch.device:
+def compute_device() -> torch.device:
     """The device that computes here: the accelerator that can be used, else the CPU.
 
     A build of torch for CUDA names its accelerator on machines without one, too.

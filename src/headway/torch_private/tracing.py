@@ -66,13 +66,13 @@ def is_pipe_split(function: object) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something is called with every forward or backward of the module."""
-    return any(getattr(module, each, None) for each in _HOOKS)
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
 def leaves(value: Any) -> list[Any]:
     """What nested containers hold, as torch takes them apart."""
-    found: list[Any] = tree_leaves(value)
-    return found
+    flat: list[Any] = tree_leaves(value)
+    return flat
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -80,7 +80,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, slice):
-            return slice(*(mapped(function, each) for each in (leaf.start, leaf.stop, leaf.step)))
+            return slice(*(mapped(function, bound) for bound in (leaf.start, leaf.stop, leaf.step)))
         return function(leaf)
 
     return tree_map(of_leaf, value)

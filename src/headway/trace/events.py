@@ -158,8 +158,8 @@ class Events:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of a pipeline of which it has forwards, in their order."""
-        own = self.stage[self.kind == Kind.FORWARD_PASS]
-        return tuple(np.unique(own[own >= 0]).tolist())
+        stages = self.stage[self.kind == Kind.FORWARD_PASS]
+        return tuple(np.unique(stages[stages >= 0]).tolist())
 
     def where(self, mask: Flags) -> Events:
         """The events that ``mask`` (bool, one an event) picks."""
@@ -200,19 +200,19 @@ class Events:
         """
         count = len(start_ns)
         order = np.argsort(start_ns, kind="stable")
-        given = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
-        made: dict[str, Any] = {}
+        remaining = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
+        ordered: dict[str, Any] = {}
         for name in Event._fields:
-            value = given.pop(name) if name in given else _DEFAULTS[name]
+            value = remaining.pop(name) if name in remaining else _DEFAULTS[name]
             if not isinstance(value, np.ndarray):
                 kept = np.array(value, dtype=object if isinstance(value, str) else np.int64)
                 value = np.broadcast_to(kept, (count,)) if name in OPTIONAL_COLUMNS else np.full(count, kept)
             assert value.shape == (count,)
             if not _is_shared(value):
                 value = value[order].astype(object if name in TEXT_COLUMNS else np.int64, copy=False)
-            made[name] = value
-        assert not given, f"no such columns: {sorted(given)}"
-        return cls(**made)
+            ordered[name] = value
+        assert not remaining, f"no such columns: {sorted(remaining)}"
+        return cls(**ordered)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Events]) -> Events:
@@ -256,8 +256,8 @@ def _picked(column: Any, mask: Flags, count: int) -> Any:
 
 def is_message(events: Events) -> Flags:
     """Which of one rank's events are sends and receives."""
-    found: Flags = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
-    return found
+    messages: Flags = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
+    return messages
 
 
 def inner_messages(events: Events) -> Flags:
@@ -265,8 +265,8 @@ def inner_messages(events: Events) -> Flags:
     inner = is_message(events) & (events.sequence >= 0)
     if inner.any():
         collectives = set(_keys(events, np.flatnonzero(events.kind == Kind.COLLECTIVE)))
-        found = np.flatnonzero(inner)
-        inner[found] = [key in collectives for key in _keys(events, found)]
+        rows = np.flatnonzero(inner)
+        inner[rows] = [key in collectives for key in _keys(events, rows)]
     return inner
 
 

@@ -74,8 +74,8 @@ def write_trace(
 ) -> None:
     """Write a whole trace into ``folder``, which exists."""
     for info in manifest.ranks:
-        own = rounds.get(info.rank)
-        _write_events(folder / rank_file(info.rank), info, model, events[info.rank], rounds=own)
+        rank_rounds = rounds.get(info.rank)
+        _write_events(folder / rank_file(info.rank), info, model, events[info.rank], rounds=rank_rounds)
     for info in manifest.servers:
         _write_events(folder / server_file(info.rank), info, model, (servers or {})[info.rank])
     _write_descriptions(folder, manifest, model)
@@ -141,8 +141,8 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
             infos.append(_metadata(file, "rank", RankInfo))
             model = model or _metadata(file, "model", ModelSpec)
             columns = file.read(("kind", "step"))
-        own = set(np.unique(columns["step"][columns["kind"] == Kind.STEP]).tolist())
-        steps = own if steps is None else steps & own
+        rank_steps = set(np.unique(columns["step"][columns["kind"] == Kind.STEP]).tolist())
+        steps = rank_steps if steps is None else steps & rank_steps
     if model is None or not infos:
         raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet per rank")
     missing = sorted(set(range(infos[0].world_size)) - {info.rank for info in infos})
@@ -200,9 +200,9 @@ def load_trace(path: str | Path) -> Trace:
     rounds: dict[int, RankRounds] = {}
     for info in manifest.ranks:
         path_of_rank = folder / rank_file(info.rank)
-        events[info.rank], own = _read_rank(path_of_rank, info.rank, allowance)
-        if own is not None:
-            rounds[info.rank] = own
+        events[info.rank], rank_rounds = _read_rank(path_of_rank, info.rank, allowance)
+        if rank_rounds is not None:
+            rounds[info.rank] = rank_rounds
     for info in manifest.ranks:
         _check_steps(folder / rank_file(info.rank), manifest, events[info.rank])
     servers = {
@@ -229,8 +229,8 @@ def _stages(folder: Path, events: Mapping[int, Events]) -> tuple[ModelSpec, ...]
     rank_of: dict[int, int] = {}
     count: Counter[int] = Counter()
     most = 0
-    for rank, own in sorted(events.items()):
-        stages = own.stages
+    for rank, rank_events in sorted(events.items()):
+        stages = rank_events.stages
         if not stages:
             return ()
         most = max(most, len(stages))
@@ -349,7 +349,7 @@ def _check_times(path: Path, events: Events) -> None:
     if (events.duration_ns < 0).any():
         raise TraceError(f"{path.name} is damaged", got="a negative duration", fix="Record again.")
     times_ns = (events.start_ns, events.duration_ns, events.enqueue_ns)
-    latest_ns = max(max(int(each.max()), -int(each.min())) for each in times_ns)
+    latest_ns = max(max(int(column.max()), -int(column.min())) for column in times_ns)
     if latest_ns > LATEST_NS:
         raise TraceError(
             f"{path.name} is damaged: times are out of range",

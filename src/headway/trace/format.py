@@ -205,11 +205,11 @@ class Trace:
     @cached_property
     def ranks_of_stages(self) -> dict[int, tuple[int, ...]]:
         """The recorded ranks that have each stage of a pipeline."""
-        found: dict[int, list[int]] = {}
+        ranks_of: dict[int, list[int]] = {}
         for rank, events in sorted(self.events.items()):
             for stage in events.stages:
-                found.setdefault(stage, []).append(rank)
-        return {stage: tuple(ranks) for stage, ranks in sorted(found.items())}
+                ranks_of.setdefault(stage, []).append(rank)
+        return {stage: tuple(ranks) for stage, ranks in sorted(ranks_of.items())}
 
     @property
     def stages_a_rank(self) -> int:

@@ -65,16 +65,16 @@ class _Header:
 
     def integers(self, depth: int = 0) -> dict[int, int]:
         """The struct's integer fields, by number; it is read to its end."""
-        found = {}
+        integers = {}
         field = 0
         while head := self._byte():
             kind, step = head & 15, head >> 4
             field = field + step if step else _signed(self._number())
             if kind in _INTEGERS:
-                found[field] = _signed(self._number())
+                integers[field] = _signed(self._number())
             elif kind not in (_TRUE, _FALSE):
                 self._skip(kind, depth)
-        return found
+        return integers
 
     def _skip(self, kind: int, depth: int) -> None:
         if depth > _MAX_DEPTH or self.place >= len(self._data):
@@ -124,7 +124,7 @@ MAX_RATIO = 100  # of what a compressed file may unpack to: traces come to 10 to
 SMALL_BYTES = 64 * 2**20  # what any file may unpack to, whatever its ratio
 USUAL_LIMIT_BYTES = 2 * 2**30  # what one file may unpack to, unless the variable says otherwise
 LIMIT_VARIABLE = "HEADWAY_MAX_UNPACKED"
-TO_RAISE_IT = f"If the file is what it should be, set {LIMIT_VARIABLE}, for example to 8GiB."
+HOW_TO_RAISE_LIMIT = f"If the file is what it should be, set {LIMIT_VARIABLE}, for example to 8GiB."
 MOST_STREAMS = 100_000  # in one file, one after the other: some tools write one for each 64 kB
 _PACKED_BYTES = 16_384
 _PIECE_BYTES = 2**20
@@ -245,10 +245,10 @@ class RankColumns:
             try:
                 self._stored_bytes = os.fstat(self._file.fileno()).st_size
                 allowance.opened(self._stored_bytes)
-                found = pq.read_metadata(self._file)
-                texts = [name for name in TEXT_COLUMNS if name in found.schema.names]
+                metadata = pq.read_metadata(self._file)
+                texts = [name for name in TEXT_COLUMNS if name in metadata.schema.names]
                 self._parquet = pq.ParquetFile(
-                    self._file, metadata=found, read_dictionary=texts, pre_buffer=False
+                    self._file, metadata=metadata, read_dictionary=texts, pre_buffer=False
                 )
                 self.metadata: Mapping[bytes, bytes] = self._parquet.schema_arrow.metadata or {}
             except BaseException:
@@ -268,8 +268,8 @@ class RankColumns:
         """
         stored = self._parquet.schema_arrow.names
         lacking = [name for name in names if name in OPTIONAL_COLUMNS and name not in stored]
-        found = self._read_stored([name for name in names if name not in lacking])
-        return found | {name: absent(self._parquet.metadata.num_rows) for name in lacking}
+        columns = self._read_stored([name for name in names if name not in lacking])
+        return columns | {name: absent(self._parquet.metadata.num_rows) for name in lacking}
 
     def _read_stored(self, names: Sequence[str]) -> dict[str, Any]:
         for name in names:
@@ -285,9 +285,9 @@ class RankColumns:
 
     def _check_pages(self, names: Sequence[str]) -> None:
         """Refuse columns whose pages come to too much before they are decoded: each is unpacked in one piece."""
-        found = self._parquet.metadata
+        metadata = self._parquet.metadata
         total_bytes = 0
-        for group in map(found.row_group, range(found.num_row_groups)):
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
             for column in map(group.column, range(group.num_columns)):
                 if column.path_in_schema in names:
                     total_bytes += unpacked_bytes(self._file, column)
@@ -303,11 +303,11 @@ class RankColumns:
             raise TraceError(
                 f"{self.path.name} was not written by Headway", got=got, expected="one column of this name"
             )
-        found = schema.field(places[0]).type
+        stored = schema.field(places[0]).type
         text = name in TEXT_COLUMNS
-        plain = found.value_type if kinds.is_dictionary(found) else found
-        if not (kinds.is_string(plain) or kinds.is_large_string(plain) if text else kinds.is_integer(found)):
-            raise self._damaged(name, str(found))
+        plain = stored.value_type if kinds.is_dictionary(stored) else stored
+        if not (kinds.is_string(plain) or kinds.is_large_string(plain) if text else kinds.is_integer(stored)):
+            raise self._damaged(name, str(stored))
 
     def _damaged(self, name: str, got: str) -> TraceError:
         expected = "text" if name in TEXT_COLUMNS else "integers"
@@ -356,5 +356,5 @@ def _too_large(path: Path, got_bytes: int, limit_bytes: int) -> TraceError:
         f"{path.name} takes more memory than a trace may",
         got=f"at least {got_bytes} bytes",
         expected=f"at most {limit_bytes}",
-        fix=TO_RAISE_IT,
+        fix=HOW_TO_RAISE_LIMIT,
     )

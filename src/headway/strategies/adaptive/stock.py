@@ -144,7 +144,7 @@ class Stock:
         """
         ddp = self.ddp
         self._count_no_more()
-        torch_private.let_go_of_reducer(ddp)
+        torch_private.release_reducer(ddp)
         if self._served is not None:
             self._served.end(ddp)
             self._served = None
@@ -233,7 +233,7 @@ class Stock:
         Stock DDP does so in the next forward with gradients, which may be one that evaluates on one rank alone.
         """
         if self.in_force and not self._in_final_buckets:
-            self._in_final_buckets = torch_private.buckets_rebuilt(self.ddp)
+            self._in_final_buckets = torch_private.rebuild_buckets(self.ddp)
 
     def join_hook(self, **options: Any) -> JoinHook:
         """What a rank without inputs does for the others, as stock DDP has it."""

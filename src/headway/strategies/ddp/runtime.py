@@ -68,7 +68,7 @@ def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, An
     recorded; and caps below a MiB, which compiling does not take, are for buckets alone.
     """
     compiled = any(torch_private.is_compiled(module) for module in wrapped.module.modules())
-    if compiled or torch_private.ddp_keeps_its_cap(wrapped):
+    if compiled or torch_private.ddp_has_separate_bucket_cap(wrapped):
         torch_private.compile_in_parts_of(wrapped, cap_bytes(given.get("bucket_cap_mb")))
 
 

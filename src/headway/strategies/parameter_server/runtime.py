@@ -102,7 +102,7 @@ class Served:
             servers = self._servers = Servers(wrapped, strategy.channels, strategy.serving)
             self._abandoning = retirement.when_collected(wrapped, servers.abandon)
         setattr(wrapped, _STRATEGY, strategy)
-        torch_private.copied_without_hook(wrapped, _STRATEGY)
+        torch_private.copy_without_hook(wrapped, _STRATEGY)
         self.hook(wrapped)
 
     def hook(self, wrapped: DistributedDataParallel) -> None:
@@ -113,7 +113,7 @@ class Served:
     def end(self, wrapped: DistributedDataParallel) -> None:
         """Leave ``wrapped``, which has let go of its reducer, without servers."""
         delattr(wrapped, _STRATEGY)
-        torch_private.copied_as_itself(wrapped)
+        torch_private.copy_with_hook(wrapped)
         if self._servers is not None and self._abandoning.detach():
             self._servers.abandon()
 

@@ -198,7 +198,7 @@ class HostDataParallel(DistributedDataParallel):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """A copy is an ordinary DistributedDataParallel, and no other worker."""
-        return torch_private.reduced_to_stock(self)
+        return torch_private.pickle_as_stock_ddp(self)
 
 
 def _hosts(meeting: Meeting, module: nn.Module, strategy: PartialAllReduceStrategy) -> Hosts:

@@ -124,7 +124,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, whose inputs are moved where the script gave ``device_ids``."""
         if self.device_ids:
-            inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
+            inputs, kwargs = torch_private.move_inputs_like_ddp(inputs, kwargs, self.device)
         return super().forward(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -162,7 +162,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """A copy is an ordinary DistributedDataParallel, and no other worker."""
-        return torch_private.reduced_to_stock(self)
+        return torch_private.pickle_as_stock_ddp(self)
 
     def _set_static_graph(self) -> None:
         """Nothing: no gradients are reduced."""
@@ -188,7 +188,7 @@ def check_options(module: nn.Module, given: Mapping[str, Any]) -> None:
             "partial all-reduce is for all ranks of the job", got="a process group of its own",
             fix="Leave process_group out. For workers of several processes a plan has within_hosts.",
         )  # fmt: skip
-    if torch_private.ddp_ignores_some_of(module):
+    if torch_private.ddp_ignores_parameters(module):
         raise UnsupportedError("DistributedDataParallel was told to ignore some parameters", fix=FIX)
     _check_devices(module, given)
 

@@ -22,7 +22,7 @@ from headway.strategies.pipeline.cutting import Cut, cut
 from headway.strategies.pipeline.placement import Placement, Replicas, Replicate
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.traced import TracedCut, traced_cut
-from headway.torch_private.pipelining import PipelineSteps, left_to_torch, merge_outputs_by, tensors_in
+from headway.torch_private.pipelining import PipelineSteps, leave_to_torch, merge_outputs_by, tensors_in
 
 Made = TypeVar("Made")
 
@@ -85,7 +85,7 @@ class Evaluation:
             self._samples = int(samples)
             # What torch has worked out for one size does not fit another.
             self._schedule = ScheduleGPipe(self._make_stage(), self._parts())
-            left_to_torch(self._schedule)
+            leave_to_torch(self._schedule)
             merge_outputs_by(self._schedule, _merged)
         return self._schedule.eval(*(inputs if first else ()))
 

@@ -31,7 +31,12 @@ from headway.scheduling.pipeline.program import (
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline.tuning.observed import StepWatch
 from headway.strategies.silent import gives_up, in_words, silent_ranks
-from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers, hands_on_no_tensor, tensors_in
+from headway.torch_private.pipelining import (
+    PipelineSteps,
+    ReceiveBuffers,
+    is_non_tensor_output_error,
+    tensors_in,
+)
 
 _KEY = "headway/pipeline/lost"
 _CONNECTION = "gloo"  # in what it raises where a connection is gone
@@ -186,7 +191,8 @@ def check(steps: PipelineSteps) -> None:
     message carries as it is: torch receives a DTensor of ranks that do not take part as an empty tensor.
     """
     own = {
-        str(stage): {"in": steps.given_to(stage), "out": steps.handed_on_by(stage)} for stage in steps.stages
+        str(stage): {"in": steps.received_tensors(stage), "out": steps.sent_tensors(stage)}
+        for stage in steps.stages
     }
     said = {int(stage): ends for of_rank in _from_every_rank(steps, own) for stage, ends in of_rank.items()}
     for stage in range(steps.stage_count - 1):
@@ -245,7 +251,7 @@ class PipelineRuntime:
         self._before_step: Callable[[], object] = _nothing
         self._after_step: Callable[[], object] = _nothing
         self.follow(schedule)
-        steps.carry_out_by(self._step)
+        steps.replace_step(self._step)
 
     def follow(self, schedule: PipelineSchedule) -> None:
         """Carry out steps in the order of ``schedule`` from now on; every rank says so before the same step."""
@@ -274,7 +280,7 @@ class PipelineRuntime:
     def _step(self, given: dict[str, Any]) -> None:
         if not self._steps.trains:
             self._with_all_buffers()
-            self._steps.as_torch_does(given)
+            self._steps.run_torch_step(given)
             return
         watch = self._watch
         if watch is not None:
@@ -328,7 +334,7 @@ class PipelineRuntime:
             try:
                 found = self._steps.begin(given)
             except RuntimeError as failure:
-                if not hands_on_no_tensor(failure):
+                if not is_non_tensor_output_error(failure):
                     raise
                 raise UserError(
                     f"stage {' or '.join(map(str, self._steps.stages))} hands on what no message carries",
@@ -362,7 +368,7 @@ class PipelineRuntime:
         whole = kind is Pass.BACKWARD
         last = whole and not left[stage]
         with self._named_among_replicas(stage) if last else contextlib.nullcontext():
-            self._steps.backward(stage, micro_batch, whole=whole, last=last, send=send)
+            self._steps.backward(stage, micro_batch, full=whole, last=last, send=send)
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
     def _named(self, message: Message) -> AbstractContextManager[None]:

@@ -87,7 +87,7 @@ class HookedChannels:
         DDP tells hooks nothing of that.
         """
         wrapped = self._wrapped()
-        if wrapped is not None and torch_private.divides_by_ranks_left(wrapped):
+        if wrapped is not None and torch_private.divides_by_remaining_ranks(wrapped):
             raise UnsupportedError(
                 "this plan divides gradients by the number of all ranks",
                 got="join(divide_by_initial_world_size=False)",
