@@ -45,7 +45,7 @@ def test_why_a_wrapper_cannot_be_decoupled(model: Any, unseen: bool, said: str) 
 
 def test_a_script_that_names_an_implementation_of_its_optimizer_is_given_no_other() -> None:
     assert refusals(None, {"fused": True}, compiled_around=False) == {
-        "optimizer": "the script has fused=True itself"
+        "optimizer": "the script sets fused=True itself"
     }
 
 

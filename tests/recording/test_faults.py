@@ -36,7 +36,7 @@ FAULTS: list[tuple[Any, str]] = [
     (Recorder, "watch"), (Recorder, "_close_step"), (Recorder, "_open_step"), (Recorder, "_forget"),
     (Recorder, "_write"), (StepClock, "counts"), (ModuleWatch, "_enter_pass"),
     (ModuleWatch, "_leave_pass"), (ModuleWatch, "mark_begin"), (ModuleWatch, "backward"), (modules, "_holds"),
-    (ReadWatch, "looking_ends"), (ReadWatch, "backward_ended"), (ReadWatch, "stepped"), (ReadWatch, "_read_of"),
+    (ReadWatch, "script_reads_end"), (ReadWatch, "backward_ended"), (ReadWatch, "stepped"), (ReadWatch, "_read_of"),
     (AccessWatch, "_note"), (CollectiveTap, "release_finished"), (collectives, "_size_bytes"),
     (ConnectionWatch, "begin"), (ConnectionWatch, "end_step"), (PauseWatch, "_ended"), (PauseWatch, "_collecting"),
     (MessageWatch, "_waited"), (UpdateWatch, "step_begins"), (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),

@@ -18,7 +18,7 @@ class _NobodyLooks:
     def backward_ended(self) -> None:
         """Nothing to do."""
 
-    def looking_ends(self) -> None:
+    def script_reads_end(self) -> None:
         """Nothing to do."""
 
 

@@ -163,7 +163,10 @@ def test_batches_split_evenly() -> None:
     ("chain", "why"),
     [
         (None, "does not say how much modules hand on"),
-        (Chain(why_not="a tensor goes around some module to a later one"), "a tensor goes around"),
+        (
+            Chain(why_not="a tensor bypasses a module and is used by a later one"),
+            "a tensor bypasses a module",
+        ),
         (CHAIN.model_copy(update={"links": CHAIN.links[::-1]}), "not in the order of the chain"),
         (
             CHAIN.model_copy(

@@ -1,4 +1,4 @@
-"""Rounds of averaging in groups, as the runtime of partial all-reduce tells them: events, and what a trace holds."""
+"""Records the averaging rounds of partial all-reduce, as events and as the ``RankRounds`` of a trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Seen:
 
 
 class RoundWatch:
-    """Notes the rounds of this process while it records. Of several averaged models it keeps all, under one worker."""
+    """Records this process's averaging rounds. Rounds of several models are kept together, under one worker."""
 
     def __init__(self, now: Now) -> None:
         self._now = now
@@ -47,16 +47,16 @@ class RoundWatch:
 
     @property
     def averages(self) -> bool:
-        """Whether a model of this process is averaged in groups, by itself or by another rank of its host."""
+        """Whether this process averages a model in groups, directly or through another rank of its host."""
         return self._worker is not None or averaging.is_following()
 
     def attach(self) -> None:
-        """Listen to the runtime."""
+        """Start listening to the runtime."""
         if self._leave is None:
             self._leave = averaging.watch(guarded(self._take_in))
 
     def detach(self) -> None:
-        """Listen no more; what was seen is kept."""
+        """Stop listening; the rounds seen so far are kept."""
         if self._leave is not None:
             self._leave()
             self._leave = None
@@ -71,7 +71,7 @@ class RoundWatch:
         self._seen.append(_Seen(self._now.step, time.monotonic_ns(), round_))
 
     def rows(self) -> Iterator[Event]:
-        """Waits of training for its groups, and the groups as collectives, whose members ask one after the other."""
+        """Yield training's waits for its groups, and the groups' all-reduces as collective events."""
         for seen in self._seen:
             told_ns, ended = seen.told_ns, seen.round
             if ended.blocked_ns:
@@ -86,7 +86,7 @@ class RoundWatch:
                 )  # fmt: skip
 
     def described(self, fit: ClockFit) -> RankRounds | None:
-        """The rounds on the clock that ``fit`` brings them onto; None where no model was averaged."""
+        """The rounds with times aligned by ``fit``; None if no model was averaged."""
         if self._worker is None:
             return None
         rounds = tuple(_described(seen, fit) for seen in self._seen)
@@ -109,7 +109,7 @@ def _described(seen: _Seen, fit: ClockFit) -> AveragingRound:
 
 
 def realigned(rank_rounds: RankRounds, fit: ClockFit) -> RankRounds:
-    """The same rounds on the clock that ``fit`` brings them onto."""
+    """Return the rounds with their times aligned by ``fit``."""
     names = ("asked_ns", "begun_ns", "ended_ns", "told_ns")
     rounds = [
         round_.model_copy(

@@ -1,7 +1,8 @@
-"""What the kernel knows of this process's TCP connections: how much each carried, and for how long it was busy.
+"""Reads the kernel's counters of this process's TCP connections, and exchanges clocks and connections between ranks.
 
-Native collectives say when they begin and end, not what they send to whom. The kernel counts it for every connection,
-whoever opened it, and asking costs some microseconds. ``linux/tcp.h`` describes the structure that is read.
+Native collectives do not report what they send to whom. The kernel counts the bytes and busy time of every connection,
+whoever opened it, and reading them takes microseconds (``struct tcp_info`` in ``linux/tcp.h``). Ranks publish their
+connections in the job's store, so that each can tell which rank a connection leads to.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _DESCRIPTORS = Path("/proc/self/fd")
 MAX_CONNECTIONS = 4096
 LEAST_BYTES = 65_536  # a connection that carries less in a whole recording is no link of the job
 
-OFTEN, SELDOM = 4, 8  # new connections are looked for after so many steps, and then after every so manieth
+OFTEN, SELDOM = 4, 8  # look for new connections after each of the first 4 steps, then after every 8th
 
 Endpoint = tuple[str, int]
 
 
 @dataclass(slots=True)
 class _Connection:
-    """One connection: where the process has it open, and what it had carried when it was last looked at."""
+    """One connection: its descriptor and endpoints, and its counters when they were last read."""
 
     descriptor: int
     inode: int  # the socket's: once it is closed, another one may get its descriptor
@@ -59,11 +60,11 @@ class _Connection:
 
 @dataclass(slots=True)
 class Use:
-    """What a connection sent in one step, and for how long it was held up by nothing but the network.
+    """What a connection sent in one step, and how long it was limited by nothing but the network (``busy_ns``).
 
-    The kernel counts that time in ticks, of which there are 100 to 1000 a second: it is right over many steps only.
-    ``delivered_bytes_a_s`` is the kernel's latest estimate of the rate at which data arrive. It stays high where a
-    receiver's acknowledgements are what is held up, which makes a connection busy that is not slow.
+    The kernel counts busy time in ticks of 1 to 10 ms, so it is accurate only over many steps.
+    ``delivered_bytes_a_s`` is the kernel's latest estimate of the delivery rate. It stays high when only the
+    receiver's acknowledgements are late: such a connection is busy but not slow.
     """
 
     local: Endpoint
@@ -78,10 +79,10 @@ class Use:
 
 @dataclass
 class ConnectionWatch:
-    """Samples every connection of this process at the ends of steps. Does nothing where the kernel does not tell.
+    """Samples every TCP connection of this process at the end of each step. Does nothing outside Linux.
 
-    It keeps no connection open: what the process closes is closed, and the peer learns of it. What such a
-    connection carried since the last look is not counted.
+    It keeps no connection open: when the process closes one, it is closed, and the peer sees that. What it carried
+    since the last sample is not counted.
     """
 
     uses: list[Use] = field(default_factory=list)
@@ -98,9 +99,9 @@ class ConnectionWatch:
         self._since_ns, self._ends = now_ns, 0
 
     def end_step(self, step: int, now_ns: int) -> None:
-        """Note what was sent since the last look.
+        """Record what was sent since the last sample.
 
-        Connections that were opened meanwhile are found at the ends of the first steps, and of every eighth after them.
+        New connections are looked for at the end of each of the first steps, and of every eighth step after them.
         """
         if not self._since_ns:
             return
@@ -126,11 +127,11 @@ class ConnectionWatch:
         self._since_ns = 0
 
     def pairs(self) -> str:
-        """Both ends of every connection, for other ranks to recognise theirs among."""
+        """Both endpoints of every connection as JSON, for other ranks to match with their own."""
         return json.dumps([[connection.local, connection.remote] for connection in self._connections])
 
     def _find(self) -> None:
-        """Take up connections whose descriptors are new."""
+        """Add connections whose descriptors are new."""
         if sys.platform != "linux":
             return
         try:
@@ -142,7 +143,7 @@ class ConnectionWatch:
         for name in names - self._seen:
             try:
                 status = os.fstat(int(name))
-            except OSError:  # closed meanwhile, as the one that the listing took
+            except OSError:  # closed meanwhile, such as the descriptor of the listing itself
                 continue
             self._seen.add(name)
             if stat.S_ISSOCK(status.st_mode) and status.st_ino not in open_inodes and self._has_room:
@@ -156,7 +157,7 @@ class ConnectionWatch:
         return len(self._connections) < MAX_CONNECTIONS
 
     def _look(self, connection: _Connection) -> int:
-        """Bring a connection up to date; the rate of delivery, 0 where it is closed."""
+        """Update a connection's counters; returns its delivery rate, 0 if it is closed."""
         if not connection.is_open:
             return 0
         try:
@@ -176,7 +177,7 @@ class ConnectionWatch:
 
 
 def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpoint, Endpoint], int]:
-    """The rank at the other end of each connection that carried something, from what ranks published of theirs."""
+    """The rank at the other end of each connection that carried data, from the endpoints that ranks published."""
     carried: dict[tuple[Endpoint, Endpoint], int] = {}
     for use in uses:
         carried[use.local, use.remote] = carried.get((use.local, use.remote), 0) + use.size_bytes
@@ -192,16 +193,16 @@ def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpo
 
 
 def _opened(descriptor: int, inode: int) -> _Connection | None:
-    """The TCP connection behind ``descriptor``; None for any other socket."""
+    """The TCP connection of ``descriptor``; None for any other socket."""
     family = int.from_bytes(_option(descriptor, socket.SOL_SOCKET, socket.SO_DOMAIN, 4), sys.byteorder)
     if family not in (socket.AF_INET, socket.AF_INET6) or _tcp_counters(descriptor) is None:
         return None
     try:
-        copied = os.dup(descriptor)  # a socket object closes what it is given
+        copied = os.dup(descriptor)  # a socket object closes its descriptor
     except OSError:
         return None
     try:
-        # Said not to block, or else a default timeout of the process would be set on the job's own connection.
+        # Non-blocking, or socket() would set the process's default timeout on the job's own connection.
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
         copy = socket.socket(family, kind, socket.IPPROTO_TCP, copied)
     except OSError:
@@ -222,9 +223,9 @@ def _endpoint(address: Any) -> Endpoint:
 
 
 def _tcp_counters(descriptor: int) -> tuple[int, int, int] | None:
-    """Bytes that arrived, microseconds in which some were in flight and there was room, and a rate of arrival.
+    """Acknowledged bytes, busy microseconds not limited by the receiver's window, and the delivery rate (bytes/s).
 
-    None for what is no TCP socket, or where the kernel tells less.
+    None if this is not a TCP socket, or the kernel reports fewer fields.
     """
     info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _LEAST_INFO_BYTES:
@@ -234,7 +235,7 @@ def _tcp_counters(descriptor: int) -> tuple[int, int, int] | None:
 
 
 def _option(descriptor: int, level: int, name: int, size_bytes: int) -> bytes:
-    """A socket's option by its descriptor alone, without a socket object; nothing where there is none."""
+    """A socket option, read by descriptor without a socket object; empty if it cannot be read."""
     room, size = ctypes.create_string_buffer(size_bytes), ctypes.c_uint32(size_bytes)
     status = _getsockopt()(descriptor, level, name, ctypes.addressof(room), ctypes.addressof(size))
     return room.raw[: size.value] if status == 0 else b""
@@ -251,13 +252,13 @@ def _getsockopt() -> Callable[[int, int, int, int, int], int]:
 CLOCK_KEY = "headway/clock"
 LINKS_KEY = "headway/links"
 BEGIN_PATIENCE = timedelta(seconds=60)
-LOOK_S = 0.5  # how often it is asked how long to wait on
+LOOK_S = 0.5  # how often a wait checks the remaining patience
 
 T = TypeVar("T")
 
 
 class ClockComparison:
-    """Round trips between a rank's clock and rank 0's, before a recording and after it."""
+    """Compares a rank's clock with rank 0's by round trips before and after a recording."""
 
     def __init__(self, number: int) -> None:
         self._key = f"{CLOCK_KEY}/{number}"
@@ -267,9 +268,9 @@ class ClockComparison:
         self._before: list[comparing.RoundTrip] = []
 
     def begin(self) -> None:
-        """Open rank 0's port, or find it and make the first round trips.
+        """Open the port on rank 0; on other ranks, connect to it and make the first round trips.
 
-        Where there can be none, clocks are not compared: what ranks do together tells how far they are apart.
+        If no port can be opened, clocks are aligned later by the ranks' collectives and messages.
         """
         store = torch_private.default_store()
         server: dict[str, Any] = {}
@@ -281,7 +282,7 @@ class ClockComparison:
                 server = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
             store.set(self._key, json.dumps(server))
             return
-        with contextlib.suppress(RuntimeError):  # rank 0 does not record, or is gone
+        with contextlib.suppress(RuntimeError):  # rank 0 does not record, or has ended
             store.wait([self._key], BEGIN_PATIENCE)
             server = json.loads(store.get(self._key))
         if not server:
@@ -294,17 +295,19 @@ class ClockComparison:
                 return
 
     def _serving(self, address: str) -> comparing.ClockServer:
-        """Rank 0's server: on its own address alone, unless that may be none that others reach."""
+        """Start rank 0's server: on its own address only, unless other ranks may not reach that."""
         ranks = dist.get_world_size()
         if not interface.is_loopback(address) or interface.is_on_one_host():
-            with contextlib.suppress(OSError):  # others know this machine by an address that is translated
+            with contextlib.suppress(
+                OSError
+            ):  # behind NAT, this machine does not have the address others use
                 return comparing.ClockServer(address, self._secret, ranks)
         return comparing.ClockServer(interface.EVERY_ADDRESS, self._secret, ranks)
 
     def end(self, rank: int, world_size: int, patience_s: Callable[[], float]) -> ClockFit:
-        """Make the last round trips, which rank 0 waits for; how this rank's clock is brought onto rank 0's.
+        """Make the last round trips and fit this rank's clock to rank 0's. Rank 0 waits for the other ranks.
 
-        ``patience_s`` says how long to wait from now on.
+        ``patience_s()`` returns how many seconds may still be waited.
         """
         if rank == 0:
             if self._server is not None:
@@ -324,16 +327,16 @@ class ClockComparison:
 
 
 def _hosts(published: str) -> list[str]:
-    """Where rank 0 may be: it usually lives where everybody met, and may take its loopback for its address."""
+    """The addresses at which rank 0 may be: usually MASTER_ADDR, and the published one, which may be a loopback."""
     master = os.environ.get("MASTER_ADDR", interface.LOOPBACK)
     order = (master, published) if interface.is_loopback(published) else (published, master)
     return list(dict.fromkeys(order))
 
 
 def publish_connections(number: int, connections: ConnectionWatch, patience_s: Callable[[], float]) -> None:
-    """Tell others of this rank's connections, first of all and in every case: they wait for it."""
+    """Publish this rank's connections in the job's store. Comes first, and always: the other ranks wait for it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+        with contextlib.suppress(RuntimeError):  # the store ended with the rank that hosts it
             store, key, pairs = (
                 torch_private.default_store(),
                 _links_key(number, dist.get_rank()),
@@ -345,7 +348,7 @@ def publish_connections(number: int, connections: ConnectionWatch, patience_s: C
 def connection_peers(
     number: int, connections: ConnectionWatch, rank: int, world_size: int, patience_s: Callable[[], float]
 ) -> dict[tuple[Endpoint, Endpoint], int]:
-    """Which rank is at the other end of each connection; nothing where others do not say in time."""
+    """Map each connection to the rank at its other end; empty if the other ranks do not publish theirs in time."""
     if world_size == 1 or not dist.is_initialized():
         return {}
     store = torch_private.default_store()
@@ -357,15 +360,15 @@ def connection_peers(
             patience_s,
             lambda: {peer: store.get(key).decode() for peer, key in enumerate(keys) if peer != rank},
         )
-    except RuntimeError:  # a rank that is gone publishes nothing
+    except RuntimeError:  # some rank has ended without publishing
         return {}
     return peers_of(connections.uses, published)
 
 
 def _within(patience_s: Callable[[], float], ask: Callable[[], T]) -> T:
-    """What ``ask`` has of the store. Raises RuntimeError where patience is over before, or the store is gone.
+    """Return ``ask()``, a request to the store. Raises RuntimeError if patience runs out first, or the store is gone.
 
-    A store whose keeper is frozen answers nothing, and heeds no limit of its own: a thread asks it.
+    If the process that hosts the store is frozen, requests never return, whatever their timeout: a thread makes them.
     """
     answers: list[Callable[[], T]] = []
     answered = threading.Event()

@@ -1,4 +1,4 @@
-"""From observations to events: when collectives really started, and when computation waited."""
+"""Derives events from observations: when collectives really started, and when computation waited for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headway.recording.collectives import ObservedCollective
 from headway.recording.connections import Endpoint, Use
 from headway.trace.events import Event, Kind, Stream
 
-WAITED_FOR_AT_THE_END = ("gloo", SERVERS, COMPRESSED)  # of a backward, by DDP
+WAITED_FOR_AT_THE_END = ("gloo", SERVERS, COMPRESSED)  # DDP waits for these at the end of a backward
 
 
 @dataclass(slots=True)
 class StrategySpan:
-    """What a strategy's runtime reports of itself; ``kind`` is collective, wait or update.
+    """A span that a strategy's runtime reports; ``kind`` is collective, wait or update.
 
-    The strategy's name is the group of its collectives.
+    ``strategy`` names the group of its collectives.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class StrategySpan:
 
 
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
-    """Collective events. Buckets number the all-reduces that a backward issues, from 0 in each step."""
+    """Events of all collectives. The all-reduces that a backward issues are numbered as buckets, from 0 in each step."""
     rows: list[Event] = []
     bucket_count: dict[int, int] = defaultdict(int)
     free_ns: dict[str, list[int]] = defaultdict(lambda: [0] * GLOO_THREADS)
@@ -91,7 +91,7 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
 
 
 def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
-    """The messages of a strategy's collectives: they have the sequence and the name of theirs."""
+    """Events of the messages inside a strategy's collectives, with the collective's name and sequence."""
     return [
         Event(
             Kind.SEND if transfer.sends else Kind.RECEIVE,
@@ -113,7 +113,7 @@ def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
 
 
 def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
-    """What connections to other ranks carried in each step, and how fast."""
+    """Events of what each connection to another rank carried in each step, and its delivery rate."""
     rows = []
     for use in uses:
         peer = peers.get((use.local, use.remote))
@@ -145,7 +145,7 @@ def wait_rows(
     compute_ends_ns: Mapping[int, int],
     spans: Iterable[StrategySpan],
 ) -> list[Event]:
-    """When the main thread was blocked: on gradients after a backward, on its own collectives, on a strategy."""
+    """Events of the main thread's waits: for gradients after a backward, for its own collectives, for a strategy."""
     waits = []
     bucket_ends: dict[int, list[int]] = defaultdict(list)
     observed = list(observed)

@@ -1,4 +1,4 @@
-"""What a recording says of the model and of the strategy that was in force."""
+"""Describes the recorded model, the machine, and the strategy that was in force."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ def describe_model(
     optimizers: Sequence[torch.optim.Optimizer],
     memory: PassMemory | None,
 ) -> ModelSpec:
-    """The model of ``root``, with the orders of its last recorded step and what it and its optimizer hold.
-
-    ``model`` is what it is wrapped in.
-    """
+    """Describe the model ``root``, wrapped as ``model``: its module and gradient orders, memory and optimizer state."""
     if root is None:
         return ModelSpec(parameters=())
     return model_spec(root).model_copy(
@@ -46,7 +43,7 @@ def describe_model(
 
 
 def describe_machine(root: nn.Module | None) -> dict[str, Any]:
-    """On what this rank trains ``root``: the fields of a ``RankInfo`` that tell its device, threads, cores and load."""
+    """The ``RankInfo`` fields for this rank's device, threads, cores and load."""
     parameter = next(root.parameters(), None) if root is not None else None
     return {
         "device": "" if parameter is None else _device_name(parameter.device),
@@ -63,7 +60,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers in order as runs of neighbours: the first and the last of each."""
+    """Group sorted numbers into runs of consecutive ones: the first and last of each run."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -79,7 +76,7 @@ def describe_stage(
     optimizers: Sequence[torch.optim.Optimizer],
     memory: StageMemory | None,
 ) -> ModelSpec:
-    """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
+    """Describe the model of one pipeline stage. ``activation_bytes`` are what one micro-batch keeps in it."""
     parameters = list(stage.submod.parameters())
     return model_spec(stage.submod).model_copy(
         update={
@@ -91,15 +88,15 @@ def describe_stage(
 
 
 def for_replica(model: ModelSpec, stage: ModelSpec) -> ModelSpec:
-    """``model``, which is wrapped for data parallelism, as that of a ``stage``: what one micro-batch leaves in it."""
+    """``model``, a data-parallel pipeline stage, with the activations that one micro-batch keeps in ``stage``."""
     held = {"activation_bytes": stage.activation_bytes, "pass_memory": None}
     return model.model_copy(update=held)
 
 
 def strategy_in_force(*trained: object) -> tuple[str, InForce]:
-    """The name of the strategy that a wrapped model, or a stage, is trained under, and what is in force.
+    """The name and settings of the strategy that trains one of ``trained``, wrapped models or stages.
 
-    The name is "" where nothing is trained under any. A strategy that builds on another is asked before it.
+    The name is "" if none does. A strategy that builds on another is tried before it.
     """
     for model in trained:
         if model is None:
@@ -117,26 +114,26 @@ def strategy_in_force(*trained: object) -> tuple[str, InForce]:
 def refusals(
     model: nn.Module | None, named_implementations: Mapping[str, bool], *, compiled_around: bool
 ) -> dict[str, str]:
-    """Why strategies would refuse to take the place of a recorded model's wrapper, and passes to change it, by names.
+    """Why strategies and passes cannot be applied to the recorded model, by their names.
 
-    ``named_implementations`` are those of optimizers that the script names; ``compiled_around`` says that code was
-    compiled which calls the wrapper.
+    ``named_implementations`` are the optimizer flags (``foreach``, ``fused``) that the script sets.
+    ``compiled_around``: compiled code calls the wrapper.
     """
     reasons = {}
     if model is not None:
         reasons = dict(ask(lambda plugin: plugin.refusal(model, compiled_around=compiled_around)))
     if named_implementations:
-        reasons[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
+        reasons[OptimizerImplementation.name] = f"the script sets {said(named_implementations)} itself"
     return {name: why for name, why in reasons.items() if why}
 
 
 def _finds_unused(model: nn.Module | None) -> bool:
-    """Whether each backward finds out what was used; with a static graph DDP does so once."""
+    """Whether DDP looks for unused parameters in every backward; with a static graph it does so once."""
     return bool(getattr(model, "find_unused_parameters", False)) and not getattr(model, "static_graph", False)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, of: Iterable[nn.Parameter] | None = None) -> int:
-    """The size of all state, or of that of the parameters ``of``."""
+    """The bytes of the optimizer's state, of all parameters or only those in ``of``."""
     states = (
         optimizer.state.values() if of is None else [optimizer.state.get(parameter, {}) for parameter in of]
     )
@@ -149,7 +146,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, of: Iterable[nn.Parameter] | 
 
 
 def _last_order(rows: Iterable[Event]) -> tuple[str, ...]:
-    """Parameters in the order in which the last recorded step's last backward finished them."""
+    """Parameters in the order in which their gradients became ready in the last recorded step."""
     ready = [row for row in rows if row.kind == Kind.GRADIENT_READY]
     if not ready:
         return ()

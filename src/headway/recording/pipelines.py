@@ -1,4 +1,8 @@
-"""Pipelines of ``torch.distributed.pipelining``: which stage and which micro-batch passes and messages are of."""
+"""Observes pipelines of ``torch.distributed.pipelining``: stages, micro-batches, memory and times of chained modules.
+
+``PipelineWatch`` patches stages and schedules and labels passes and messages with their stage and micro-batch.
+``StageMemoryWatch`` measures what one step of a stage holds in memory, ``ChainTimer`` times the modules of its chain.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +32,18 @@ T = TypeVar("T")
 
 
 class ChainTimer:
-    """Times the modules of one stage's chain while attached, a micro-batch at a time.
+    """Times the modules of one stage's chain, in each micro-batch's forward and backward, while attached.
 
-    A forward is divided at the moments at which modules are called, a backward at those at which the gradients of what
-    they have put out are there. What lies before and behind the chain counts to its ends.
+    A forward is divided at the calls of the modules, a backward at the moments when the gradients of their outputs are
+    ready. Time before and after the chain counts toward its first and last module.
     """
 
     def __init__(self, stage: nn.Module, chain: Chain) -> None:
         self._chain = chain
         self._entered_ns: list[int] = []
-        self._came_back: list[tuple[int, int]] = []  # when, and to which module
+        self._came_back: list[
+            tuple[int, int]
+        ] = []  # time, and place of the module whose output gradient was ready
         self._forwards: list[list[int]] = []
         self._backwards: list[list[int]] = []
         self._handles = []
@@ -74,7 +80,7 @@ class ChainTimer:
         return result
 
     def timed(self) -> Chain:
-        """The chain with the median of what was timed; as it was where nothing was."""
+        """The chain with the modules' median times; unchanged if nothing was timed."""
         if not self._forwards or not self._backwards:
             return self._chain
         links = [
@@ -93,14 +99,14 @@ class ChainTimer:
 
 
 class _Mark(JobHook):
-    """Has noted when the gradient of what a module puts out is there."""
+    """Hook: notes when the gradient of a module's output is ready."""
 
     def __init__(self, noted: list[tuple[int, int]], place: int) -> None:
         super().__init__(self._mark)
         self._noted, self._place = noted, place
 
     def _mark(self, *arguments: Any) -> None:
-        """Mark the node of the output."""
+        """Hook the autograd node of the output."""
         for tensor in tensors_of(arguments[-1]):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(guarded(self._there))
@@ -128,24 +134,24 @@ Ends = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class StageMemoryWatch:
-    """Watches one step of this rank's stage, with its update, once.
+    """Measures the memory of one step of this rank's stage, including the update.
 
-    Watching slows that step, which is not recorded. Nothing is watched where a rank has several stages, where the
-    script has dispatch modes of its own, or compiles.
+    Watching slows that step, which is not recorded. Nothing is watched if the rank has several stages, or the script
+    uses dispatch modes or torch.compile.
     """
 
     def __init__(self) -> None:
         self.found: StageMemory | None = None
         self._armed = False
         self._step: _Step | None = None
-        self._again = False  # whether a second step was made before the update
+        self._again = False  # whether a second step began before the update
 
     def arm(self) -> None:
         """Watch the next step of a schedule."""
         self._armed = True
 
     def step_begins(self, stages: Sequence[Any], inputs: Any) -> None:
-        """A schedule begins a step of ``stages``, on a batch and targets that are among ``inputs``."""
+        """A schedule begins a step of ``stages``; ``inputs`` hold the batch and the targets."""
         if self._step is not None:
             self._again = True
         elif self._armed and len(stages) == 1 and _may_be_watched(stages[0].submod):
@@ -153,9 +159,9 @@ class StageMemoryWatch:
             self._step = _Step(stages[0], inputs)
 
     def begin_pass(self, kind: str, carry_out: Callable[[], Any], ends: Callable[[], Ends]) -> Any:
-        """Carry out a pass and note what it holds; of a forward, until ``loss_done``.
+        """Run a pass and measure what it holds; a forward is measured until ``loss_done``.
 
-        ``ends`` has a backward's loss or outputs, and the inputs that gradients go to.
+        ``ends()`` returns where a backward begins (its loss or outputs) and ends (its inputs).
         """
         step = self._watched
         if step is None:
@@ -170,17 +176,17 @@ class StageMemoryWatch:
                 step.pass_ends()
 
     def loss_done(self) -> None:
-        """The loss behind a forward is computed, where there is one."""
+        """The loss after a forward, if there is one, is computed."""
         if (step := self._watched) is not None:
             step.pass_ends()
 
     def receives(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are received into."""
+        """``tensors`` are receive buffers, which are counted separately."""
         if self._step is not None:
             self._step.receives(tensors)
 
     def step_ends(self, result: Any) -> None:
-        """The schedule's step is done, and hands ``result`` to the script."""
+        """The schedule's step is done, and returns ``result`` to the script."""
         if (step := self._watched) is not None:
             step.ends(result)
 
@@ -190,7 +196,7 @@ class StageMemoryWatch:
             self._step.update_begins()
 
     def end(self) -> None:
-        """The update is done, or nothing more is to be watched."""
+        """Stop watching: the update is done, or the recorder detaches."""
         step, self._step = self._step, None
         if step is not None:
             self.found = step.close()
@@ -203,14 +209,14 @@ class StageMemoryWatch:
 
 
 class _Pass(NamedTuple):
-    """One pass: the most that was held in it and what was held behind it, in addition to what was before it."""
+    """One pass: the peak during it and what is left after it, both relative to what was held before."""
 
     most_bytes: int
     left_bytes: int
 
 
 class _Step:
-    """One step of ``stage`` while it is watched, from its begin on."""
+    """The measurements of one step of ``stage``."""
 
     def __init__(self, stage: Any, inputs: Any) -> None:
         self._stage = stage
@@ -218,12 +224,12 @@ class _Step:
         self._batch_bytes = _bytes_of(inputs)
         self._received: dict[int, int] = {}
         self._passes: dict[str, list[_Pass]] = {}
-        self._open: tuple[str, int] | None = None  # the pass in progress, and what was held before it
+        self._open: tuple[str, int] | None = None  # the pass in progress, and the bytes held before it
         self._weighted_bytes = self._most_bytes = self._held_bytes = 0
         self._kept = any(p.grad is not None for p in self._module.parameters())
         self._ended: dict[str, int] | None = None
         self._whole: WholeBackward | None = None
-        self._halved: HalvedBackward | None = None  # told from a whole one
+        self._halved: HalvedBackward | None = None  # estimated from a full backward
         self._handles = [
             module.register_forward_hook(JobHook(self._put_out))
             for module in self._module.modules()
@@ -246,16 +252,16 @@ class _Step:
             self._halved, self._whole = self._whole.end(), None
 
     def looks_into(self, ends: Callable[[], Ends]) -> None:
-        """A whole backward begins: see in the first what halves of it would hold.
+        """A full backward begins: estimate from the first one what its two halves would hold.
 
-        DDP has hooks that halves would leave out, and is not halved.
+        Skipped for DistributedDataParallel, whose hooks would not run in halved backwards.
         """
         if BACKWARD in self._passes or isinstance(self._module, DistributedDataParallel):
             return
         try:
             parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             self._whole = WholeBackward(self._allocations, *ends(), parameters)
-        except Exception:  # whatever a stage is made of: training goes on
+        except Exception:  # training goes on, whatever the stage is made of
             self._whole = None
 
     def receives(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -265,7 +271,7 @@ class _Step:
             self._allocations.leave_out(tensor)
 
     def ends(self, result: Any) -> None:
-        """Note what is held for the script, and gradients; ``result`` is what it is handed."""
+        """Note the bytes of gradients and of what is kept for the script; ``result`` is returned to it."""
         self._peak_bytes()
         count = max(1, len(self._passes.get(FORWARD, ())))
         gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
@@ -281,7 +287,7 @@ class _Step:
         self._held_bytes = self._allocations.held_bytes
 
     def close(self) -> StageMemory | None:
-        """What was found; None unless it was a step with backwards, and of tensors that are understood."""
+        """The measurements; None if the step had no backward, or had tensors whose memory cannot be determined."""
         for handle in self._handles:
             handle.remove()
         held_bytes = max(self._held_bytes, self._allocations.held_bytes)
@@ -306,7 +312,7 @@ class _Step:
         )
 
     def _backward_bytes(self) -> tuple[int, int]:
-        """The most in the first backward, and in others; of halved ones, in both halves together."""
+        """The peak of the first backward, and of later ones; for halved backwards, over both halves."""
         if backwards := self._passes.get(BACKWARD):
             return _first_and_later(backwards)
         halves = self._halves()
@@ -329,7 +335,7 @@ class _Step:
         )  # fmt: skip
 
     def _bytes_made(self, value: Any) -> int:
-        """What the tensors in ``value`` hold of what was made in the step."""
+        """The bytes of tensors in ``value`` that were allocated in this step."""
         return sum(self._allocations.holds(tensor) for tensor in _apart(torch_private.tensors_in(value)))
 
     def _peak_bytes(self) -> int:
@@ -350,13 +356,13 @@ def _may_be_watched(module: nn.Module) -> bool:
 
 
 def _first_and_later(passes: Sequence[_Pass]) -> tuple[int, int]:
-    """The most in the first of ``passes``, and in the others where there are any."""
+    """The peak of the first of ``passes``, and of the later ones (the first's if there are none)."""
     first, *later = (max(0, pass_.most_bytes) for pass_ in passes)
     return first, max(later, default=first)
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor of each memory that can be told."""
+    """One tensor for each distinct storage, of strided tensors only."""
     strided = (tensor for tensor in tensors if tensor.layout == torch.strided)
     return list({torch_private.storage_key(tensor.untyped_storage()): tensor for tensor in strided}.values())
 
@@ -375,7 +381,7 @@ _LABELLED = (Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD,
 
 
 class Label(NamedTuple):
-    """A stage of a pipeline, and a micro-batch."""
+    """The pipeline stage and micro-batch of an event; -1 if unknown."""
 
     stage: int = -1
     micro_batch: int = -1
@@ -392,14 +398,13 @@ class ObservedPass(NamedTuple):
 
 
 class PipelineWatch:
-    """Observes the stages of this process while attached."""
+    """Observes the pipeline stages of this process while attached."""
 
     def __init__(self, now: Now) -> None:
         self.observed: list[ObservedPass] = []
         self.stages: dict[int, Any] = {}  # by their indices
-        self.activation_bytes: dict[
-            int, int
-        ] = {}  # what one micro-batch's forward leaves for backward, about
+        # stage -> roughly the bytes that one micro-batch's forward keeps for backward
+        self.activation_bytes: dict[int, int] = {}
         self.memory = StageMemoryWatch()
         self._chains: dict[int, ChainWatch] = {}
         self._link_times: dict[int, ChainTimer] = {}
@@ -409,7 +414,7 @@ class PipelineWatch:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Begin to watch, unless it has begun, or torch's pipelines are not imported yet."""
+        """Start watching, unless already started, or ``torch.distributed.pipelining`` is not imported yet."""
         stage = torch_private.pipeline_stage()
         if stage is None or self._undo:
             return
@@ -424,7 +429,7 @@ class PipelineWatch:
         )
 
     def detach(self) -> None:
-        """Leave no trace."""
+        """Remove all patches and hooks."""
         while self._undo:
             self._undo.pop()()
         self._labels = WeakIdKeyDictionary()
@@ -435,7 +440,7 @@ class PipelineWatch:
             times.detach()
 
     def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
-        """The stage and the micro-batch that one of ``tensors`` is sent or received for, if any is."""
+        """The stage and micro-batch for which one of ``tensors`` is sent or received; ``Label()`` if there is none."""
         return next((self._labels[tensor] for tensor in tensors if tensor in self._labels), Label())
 
     def _passes(
@@ -462,7 +467,7 @@ class PipelineWatch:
                 self.observed.append(ObservedPass(kind, label, self._now.step, start_ns, time.monotonic_ns()))
 
     def _counted(self, stage: Any) -> Callable[[], int] | None:
-        """Begin to sum what modules put out in the first forward of ``stage`` that is seen; None in later ones."""
+        """Start summing module outputs in the first forward of ``stage``; None in later ones."""
         if stage.stage_index in self.stages:
             return None
         self.stages[stage.stage_index] = stage
@@ -471,7 +476,7 @@ class PipelineWatch:
         return count_outputs(stage.submod)
 
     def time_links(self, wanted: bool) -> None:
-        """Time the modules of stages that are chains, or no longer."""
+        """Start or stop timing the modules of stages that are chains."""
         if wanted and not self._times_links:
             for index, watch in self._chains.items():
                 if watch.found is not None and watch.found.links and index not in self._link_times:
@@ -482,13 +487,13 @@ class PipelineWatch:
         self._times_links = wanted
 
     def chain_of(self, index: int) -> Chain | None:
-        """The chain of a stage's modules, with their times where they were timed."""
+        """The chain of a stage's modules, with their times if they were measured."""
         if index in self._link_times:
             return self._link_times[index].timed()
         return self._chains[index].found if index in self._chains else None
 
     def forget(self) -> None:
-        """Let go of what was observed."""
+        """Drop everything observed."""
         self.observed.clear()
         self.stages.clear()
         self.activation_bytes.clear()
@@ -516,7 +521,7 @@ class PipelineWatch:
 
 
 def _held_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Which of the passes that differ in what they hold the method ``name`` of a stage carries out."""
+    """Which kind of pass, in terms of memory, the method ``name`` of a stage runs."""
     if PASSES[name] == Kind.FORWARD_PASS:
         return FORWARD
     if name == "backward_weight_one_chunk":
@@ -526,7 +531,7 @@ def _held_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def labelled(rows: Sequence[Event], observed: Sequence[ObservedPass]) -> list[Event]:
-    """``rows`` with the stage and the micro-batch of those inside a pass, and passes that are not among them."""
+    """``rows`` labelled with stage and micro-batch where they lie inside a pass, plus the passes missing from them."""
     passes = sorted(observed, key=lambda pass_: pass_.start_ns)
     starts_ns = [pass_.start_ns for pass_ in passes]
     seen = set()

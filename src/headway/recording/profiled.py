@@ -1,4 +1,4 @@
-"""Recording finer than modules: operators or a device's kernels, by torch's own profiler."""
+"""Records operators or device kernels with torch's profiler, for ``--detail operators`` and ``--detail kernels``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXCHANGES = 16
 
 
 class ProfiledSteps:
-    """Profiles a stretch of steps. Times come out on the monotonic clock, steps as the recorder counts them."""
+    """Profiles consecutive steps. Its events use the monotonic clock and the recorder's step numbers."""
 
     def __init__(self, detail: Detail, folder: Path, rank: int, first_step: int) -> None:
         assert detail != "modules"
@@ -30,7 +30,7 @@ class ProfiledSteps:
         self._ahead_ns = 0
 
     def begin(self) -> None:
-        """Begin to profile; the first step begins now."""
+        """Start profiling; the first step begins now."""
         activities = [ProfilerActivity.CPU]
         if self.detail == "kernels":
             activities.append(ProfilerActivity.CUDA)
@@ -44,7 +44,7 @@ class ProfiledSteps:
             self._profiler.step()
 
     def end(self) -> None:
-        """Stop, and keep what was profiled apart from the recording until it is read."""
+        """Stop profiling, and write the profile to a file until ``events`` reads it."""
         if self._profiler is not None:
             if self.detail == "kernels" and torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -53,9 +53,9 @@ class ProfiledSteps:
             self._profiler = None
 
     def events(self) -> Events:
-        """What was profiled: operators of the main thread, or everything that a device did.
+        """The profiled events: operators of the main thread, or all activity of the device.
 
-        Raises UnsupportedError where kernels were asked for and none ran.
+        Raises UnsupportedError if kernels were requested and none were recorded.
         """
         from headway.interop.readers.foreign import Document
         from headway.interop.readers.kineto.companions import Known
@@ -104,7 +104,7 @@ class ProfiledSteps:
 
 
 def _wall_clock_ahead_ns() -> int:
-    """By how much the profiler's clock, the wall clock, is ahead of the monotonic one: the fastest of a few looks."""
+    """How far the profiler's clock (the wall clock) is ahead of the monotonic one, from the fastest of some readings."""
     looks = []
     for _ in range(_EXCHANGES):
         before_ns = time.monotonic_ns()
