@@ -1,4 +1,4 @@
-"""Events moved from their own clock onto another."""
+"""Converts times between clocks, and finds which clocks can be compared at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.trace.format import ClockFit
 
 
 def aligned(events: Events, fit: ClockFit) -> Events:
-    """The same events on the clock that ``fit`` brings them onto. What an event leaves out stays left out."""
+    """Convert events to the reference clock of ``fit``. Missing times (-1) stay missing."""
     start_ns = aligned_ns(events.start_ns, fit)
     has_enqueue = events.enqueue_ns >= 0
     return replace(
@@ -28,7 +28,7 @@ def aligned(events: Events, fit: ClockFit) -> Events:
 
 
 def aligned_ns(times_ns: Ints, fit: ClockFit) -> Ints:
-    """Times on the clock that ``fit`` brings them onto, exact to the nanosecond however large they are."""
+    """Convert times (ns) to the reference clock of ``fit``, exact to the nanosecond however large they are."""
     # Whole nanoseconds are added as integers: the sum of a large offset and a small drift would be rounded.
     whole_ns = math.floor(fit.offset_ns)
     drift = fit.drift_ppm * 1e-6
@@ -38,10 +38,10 @@ def aligned_ns(times_ns: Ints, fit: ClockFit) -> Ints:
 
 
 def fit_through(reference_ns: int, base_ns: int, offset_ns: float, drift: float) -> ClockFit:
-    """The fit that adds ``base_ns + offset_ns`` at ``reference_ns``, and ``drift`` for every nanosecond after it.
+    """The fit that adds ``base_ns + offset_ns`` at ``reference_ns``, and ``drift`` ns for every nanosecond after it.
 
-    Clocks of different epochs lie 2^60 ns apart, where floats are 256 ns apart. What the offset cannot hold is left to
-    the drift: counted from another reference it adds exactly as much.
+    Clocks of different epochs are 2^60 ns apart, where floats have a spacing of 256 ns. The remainder that the offset
+    cannot hold is expressed by moving the reference: from there, the drift adds exactly as much.
     """
     whole_ns = base_ns + round(offset_ns)
     if abs(whole_ns) >= _EXACT_NS:
@@ -56,19 +56,19 @@ _EXACT_NS = 2**50  # a float of this size holds quarters of a nanosecond
 _LEAST_DRIFT = 1e-13  # a third of a nanosecond in an hour
 
 
-_FARTHEST_NS = 2**62  # apart: beyond that times are no times, but no reason to fail
+_FARTHEST_NS = 2**62  # largest distance of clocks; absurd times are clipped rather than refused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClockComponent:
-    """Clocks that can be held against each other, the one that the others are brought onto first."""
+    """Clocks that can be compared with each other, directly or through others; the first is their reference."""
 
     clocks: tuple[int, ...]
     base_ns: tuple[int, ...]  # what to add to each clock's times, roughly
 
 
 def components(meetings: Meetings, prior: Mapping[int, ClockFit]) -> list[ClockComponent]:
-    """All clocks in components, clock 0's first. ``prior`` holds what is known of clocks against clock 0."""
+    """Group all clocks into components, that of clock 0 first. ``prior`` holds known fits to clock 0."""
     visited: set[int] = set()
     connected = []
     for first in range(len(meetings.clocks)):
@@ -92,7 +92,7 @@ def _base_ns(meetings: Meetings, clock: int, fit: ClockFit) -> int:
 
 
 def _follow(meetings: Meetings, component: dict[int, int], first: int) -> None:
-    """Put the clocks into ``component`` that met ``first``, those that met these, and so on."""
+    """Add to ``component`` all clocks that met ``first``, directly or through others."""
     waiting = deque([first])
     while waiting:
         clock = waiting.popleft()
@@ -102,7 +102,7 @@ def _follow(meetings: Meetings, component: dict[int, int], first: int) -> None:
 
 
 def _neighbours(meetings: Meetings, clock: int, visited: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The clocks that ``clock`` met and that are not ``visited``, and by how much it is ahead of each: the median."""
+    """The clocks outside ``visited`` that ``clock`` met, and by how many ns it is ahead of each (the median)."""
     rows_here = np.flatnonzero(meetings.clock == clock)
     row_here = np.full(int(meetings.meeting[-1]) + 1 if len(meetings) else 0, -1, dtype=np.intp)
     row_here[meetings.meeting[rows_here]] = rows_here

@@ -122,9 +122,7 @@ class Recorder:
         self.fault = ""  # the failure of an observer that ended the recording
         self.in_order = True  # whether the recording ended normally, rather than because the job failed
         self.saw_every_step = False  # whether it ended with the last requested step, as on other ranks
-        self.may_be_measured = (
-            False  # whether links and machines may be measured under the recorded strategies
-        )
+        self.may_be_measured = False  # whether the recorded strategies allow measuring links
         self._now = Now()
         self._rows: list[Event] = []
         self._spans: list[StrategySpan] = []

@@ -1,4 +1,4 @@
-"""The one adapter to names of torch that are not public. Nothing else in Headway may use such a name.
+"""The only adapter to private names of torch. No other module of Headway may use such a name.
 
 Callers write ``torch_private.name``; ``pipelining`` is imported where it is used.
 """
