@@ -146,7 +146,7 @@ AfterStep = Callable[[Optimizer, Any, Any], None]
 
 
 # Hooks on the steps of all optimizers may be added and removed at any time, even during a step. torch iterates over a
-# dict of such hooks, and fails if it changes meanwhile. So torch permanently gets one hook of each kind, which calls ours.
+# dict of such hooks, and fails if it changes meanwhile. So torch permanently gets one hook of each kind: it calls ours.
 
 
 class StepHook:
