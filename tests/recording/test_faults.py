@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from headway.recording.grad_access import AccessWatch, ReadWatch
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch
 from headway.recording.modules import ModuleWatch
-from headway.recording.recorder import Recorder
+from headway.recording.recorder import Recorder, RecordOptions
 from headway.recording.step_clock import StepClock
+from headway.recording.watch import Watch
 from headway.recording.watches import InputWatch, PauseWatch, UpdateWatch
+from headway.trace.events import Event, Kind
 
 STEPS, FIRST, STOP = 7, 2, 6
 
@@ -38,8 +40,9 @@ FAULTS: list[tuple[Any, str]] = [
     (ModuleWatch, "_leave_pass"), (ModuleWatch, "mark_begin"), (ModuleWatch, "backward"), (modules, "_holds"),
     (ReadWatch, "script_reads_end"), (ReadWatch, "backward_ended"), (ReadWatch, "stepped"), (ReadWatch, "_read_of"),
     (AccessWatch, "_note"), (CollectiveTap, "release_finished"), (collectives, "_size_bytes"),
-    (ConnectionWatch, "begin"), (ConnectionWatch, "end_step"), (PauseWatch, "_ended"), (PauseWatch, "_collecting"),
-    (MessageWatch, "_waited"), (UpdateWatch, "step_begins"), (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),
+    (ConnectionWatch, "recording_begins"), (ConnectionWatch, "step_ends"), (PauseWatch, "_ended"),
+    (PauseWatch, "_collecting"), (MessageWatch, "_waited"), (UpdateWatch, "step_begins"),
+    (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),
     (InputWatch, "_is_recording"),
 ]  # fmt: skip
 HARMLESS: list[tuple[Any, str]] = [
@@ -128,6 +131,62 @@ def test_a_fault_of_an_observer_ends_the_recording_and_not_the_job(
         else:
             assert said.count("injected") == 1, (name, said)
             assert len(said.splitlines()) == 1, (name, said)
+
+
+class _Diary(Watch):
+    """Notes which of its methods the recorder calls, one word a step."""
+
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+
+    def attach(self) -> None:
+        self.moments.append("attach")
+
+    def detach(self) -> None:
+        self.moments.append("detach")
+
+    def step_begins(self, step: int) -> None:
+        self.moments.append(f"begin {step}")
+
+    def recording_begins(self, now_ns: int) -> None:
+        self.moments.append("record")
+
+    def update_begins(self) -> None:
+        self.moments.append("update")
+
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        self.moments.append(f"end {step}{' recorded' if recorded else ''}")
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        return [*rows, next(row for row in rows if row.kind == Kind.STEP)._replace(kind="diary")]
+
+    def notes(self, rows: Sequence[Event]) -> Sequence[str]:
+        return [f"{sum(row.kind == 'diary' for row in rows)} entry"]
+
+    def forget(self) -> None:
+        self.moments.append("forget")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_watch_needs_nothing_but_a_place_in_the_recorders_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary, construct = _Diary(), Recorder.__init__
+
+    def constructed(self: Recorder, options: RecordOptions) -> None:
+        construct(self, options)
+        self._watches.append(diary)
+
+    monkeypatch.setattr(Recorder, "__init__", constructed)
+    with headway.record(tmp_path / "trace", first_step=2, stop_step=3):
+        trained()
+    assert diary.moments == [
+        "attach", "update", "end 0", "begin 1", "update", "end 1", "begin 2", "record", "update", "end 2 recorded",
+        "begin 3", "detach", "forget",
+    ]  # fmt: skip
+    trace = headway.load_trace(tmp_path / "trace")
+    assert [row.step for row in trace.events[0].of_kind("diary")] == [2]
+    assert trace.manifest.notes == ("1 entry",)
 
 
 def _blind(construct: Any, fails: Any) -> Any:

@@ -13,6 +13,7 @@ from headway.clocks.aligning import aligned_ns
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.errors import one_line
 from headway.recording.patching import Now, guarded
+from headway.recording.watch import Watch
 from headway.strategies.partial_all_reduce import averaging
 from headway.strategies.partial_all_reduce.policy import PartialAllReduceStrategy
 from headway.strategies.partial_all_reduce.rounds import Round
@@ -35,7 +36,7 @@ class _Seen:
         return self.begun_ns + self.round.reducing_ns + self.round.voting_ns
 
 
-class RoundWatch:
+class RoundWatch(Watch):
     """Records this process's averaging rounds. Rounds of several models are kept together, under one worker."""
 
     def __init__(self, now: Now) -> None:
@@ -69,6 +70,10 @@ class RoundWatch:
             self._dropped += 1
             return
         self._seen.append(_Seen(self._now.step, time.monotonic_ns(), round_))
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the events of ``rows``."""
+        return [*rows, *self.rows()]
 
     def rows(self) -> Iterator[Event]:
         """Yield training's waits for its groups, and the groups' all-reduces as collective events."""

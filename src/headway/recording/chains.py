@@ -19,6 +19,7 @@ from headway import torch_private
 from headway.model import Chain, ChainLink
 from headway.recording.modules import JobHook, tensors_of
 from headway.recording.patching import OnFailure, describe_failure
+from headway.recording.watch import Watch
 
 
 class NoChainError(Exception):
@@ -69,7 +70,7 @@ LARGE_PART = (
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class ChainWatch:
+class ChainWatch(Watch):
     """Looks for the model's chain of modules in the next training forward.
 
     The result stays in ``found``. The hooks, and everything noted about tensors, are gone when that forward ends.
@@ -105,6 +106,10 @@ class ChainWatch:
             root.register_forward_pre_hook(JobHook(look.begins, on_failure), with_kwargs=True, prepend=True)
         )
         self._handles.append(root.register_forward_hook(JobHook(self._ends, on_failure)))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        self.disarm()
 
     def disarm(self, why: str = "") -> None:
         """Remove every hook. If ``why`` is given, the result becomes "no chain", for that reason."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.recording.patching import Now, observed_call
+from headway.recording.watch import Watch
 from headway.strategies.live.channels.observer import THREAD_NAME
 
 
@@ -105,7 +106,7 @@ _LEFT_IN_PLACE: list[
 ] = []  # overlays that could not be removed; they pass calls on
 
 
-class CollectiveTap:
+class CollectiveTap(Watch):
     """Observes the collectives of this process while attached."""
 
     def __init__(self, now: Now, groups: GroupWatch) -> None:
@@ -141,6 +142,14 @@ class CollectiveTap:
         else:
             overlay.remove()
         self._settle()
+
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """Drop references to finished works."""
+        self.release_finished()
+
+    def forget(self) -> None:
+        """Drop everything observed."""
+        self.observed.clear()
 
     def release_finished(self) -> None:
         """Drop references to finished works, on the main thread.

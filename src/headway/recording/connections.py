@@ -17,7 +17,7 @@ import stat
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,9 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.clocks import comparing
 from headway.errors import UserError
+from headway.recording.watch import Watch
 from headway.rpc import interface, trusted
+from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit
 
 _INFO_BYTES = 232
@@ -78,7 +80,7 @@ class Use:
 
 
 @dataclass
-class ConnectionWatch:
+class ConnectionWatch(Watch):
     """Samples every TCP connection of this process at the end of each step. Does nothing outside Linux.
 
     It keeps no connection open: when the process closes one, it is closed, and the peer sees that. What it carried
@@ -86,24 +88,25 @@ class ConnectionWatch:
     """
 
     uses: list[Use] = field(default_factory=list)
+    peers: Mapping[tuple[Endpoint, Endpoint], int] = field(default_factory=dict)  # ranks, by connections
     _connections: list[_Connection] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)  # descriptors that were looked at
     _since_ns: int = 0
     _ends: int = 0  # of steps, since the beginning
 
-    def begin(self, now_ns: int) -> None:
+    def recording_begins(self, now_ns: int) -> None:
         """Count from now on."""
         self._find()
         for connection in self._connections:
             self._look(connection)
         self._since_ns, self._ends = now_ns, 0
 
-    def end_step(self, step: int, now_ns: int) -> None:
-        """Record what was sent since the last sample.
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """Note what was sent since the last sample.
 
         New connections are looked for at the end of each of the first steps, and of every eighth step after them.
         """
-        if not self._since_ns:
+        if not recorded or not self._since_ns:
             return
         if self._ends < OFTEN or self._ends % SELDOM == 0:
             self._find()
@@ -120,8 +123,12 @@ class ConnectionWatch:
                 )  # fmt: skip
         self._since_ns = now_ns
 
-    def close(self) -> None:
-        """Forget the connections."""
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add what connections to ``peers`` carried."""
+        return rows + link_rows(self.uses, self.peers)
+
+    def forget(self) -> None:
+        """Drop the connections."""
         self._connections.clear()
         self._seen.clear()
         self._since_ns = 0
@@ -190,6 +197,33 @@ def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpo
         for (local, remote), size_bytes in carried.items()
         if size_bytes >= LEAST_BYTES and (remote, local) in owner
     }
+
+
+def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
+    """Events of what each connection to another rank carried in each step, and its delivery rate."""
+    rows = []
+    for use in uses:
+        peer = peers.get((use.local, use.remote))
+        if peer is None:
+            continue
+        busy_ns = min(use.busy_ns, use.end_ns - use.start_ns)
+        carried = Event(
+            Kind.LINK,
+            "",
+            Stream.COMMUNICATION,
+            use.step,
+            use.start_ns,
+            busy_ns,
+            size_bytes=use.size_bytes,
+            peer=peer,
+        )
+        rows.append(carried)
+        if use.delivered_bytes_a_s:
+            rate = min(use.delivered_bytes_a_s, 2**62)
+            rows.append(
+                carried._replace(kind=Kind.DELIVERY_RATE, start_ns=use.end_ns, duration_ns=0, size_bytes=rate)
+            )
+    return rows
 
 
 def _opened(descriptor: int, inode: int) -> _Connection | None:

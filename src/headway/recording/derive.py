@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from headway.collectives.algorithms import ALL_REDUCE, COMPRESSED, GLOO_THREADS, SERVERS
 from headway.collectives.live import Transfer
-from headway.recording.collectives import ObservedCollective
-from headway.recording.connections import Endpoint, Use
+from headway.recording.collectives import CollectiveTap, ObservedCollective
+from headway.recording.modules import ModuleWatch
+from headway.recording.watch import Watch
 from headway.trace.events import Event, Kind, Stream
 
 WAITED_FOR_AT_THE_END = ("gloo", SERVERS, COMPRESSED)  # DDP waits for these at the end of a backward
@@ -36,6 +37,30 @@ class StrategySpan:
     stream: str = Stream.COMPUTE
     transfers: Sequence[Transfer] = ()
     strategy: str = ""
+
+
+class CommunicationRows(Watch):
+    """Keeps the spans that strategies report, and adds all collectives and their messages."""
+
+    def __init__(self, tap: CollectiveTap) -> None:
+        self.spans: list[StrategySpan] = []
+        self._tap = tap
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the collectives that the tap observed and strategies reported, and the latter's messages."""
+        return rows + collective_rows(self._tap.observed, self.spans) + transfer_rows(self.spans)
+
+
+class WaitRows(Watch):
+    """Adds waits and updates, which are derived from all other events."""
+
+    def __init__(self, tap: CollectiveTap, modules: ModuleWatch, communication: CommunicationRows) -> None:
+        self._tap, self._modules, self._communication = tap, modules, communication
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the main thread's waits, and the waits and updates that strategies reported."""
+        ends_ns = self._modules.compute_ends_ns
+        return rows + wait_rows(rows, self._tap.observed, ends_ns, self._communication.spans)
 
 
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
@@ -110,33 +135,6 @@ def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
         for span in spans
         for transfer in span.transfers
     ]
-
-
-def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
-    """Events of what each connection to another rank carried in each step, and its delivery rate."""
-    rows = []
-    for use in uses:
-        peer = peers.get((use.local, use.remote))
-        if peer is None:
-            continue
-        busy_ns = min(use.busy_ns, use.end_ns - use.start_ns)
-        carried = Event(
-            Kind.LINK,
-            "",
-            Stream.COMMUNICATION,
-            use.step,
-            use.start_ns,
-            busy_ns,
-            size_bytes=use.size_bytes,
-            peer=peer,
-        )
-        rows.append(carried)
-        if use.delivered_bytes_a_s:
-            rate = min(use.delivered_bytes_a_s, 2**62)
-            rows.append(
-                carried._replace(kind=Kind.DELIVERY_RATE, start_ns=use.end_ns, duration_ns=0, size_bytes=rate)
-            )
-    return rows
 
 
 def wait_rows(

@@ -19,6 +19,7 @@ from torch import nn
 
 from headway import torch_private
 from headway.recording.patching import Now, guarded
+from headway.recording.watch import Watch
 from headway.strategies.decoupled.deferred import (
     ABOUT_NEITHER,
     GRADIENT_ACCESS,
@@ -174,7 +175,7 @@ def _change(
             parameter.__class__ = after
 
 
-class ReadWatch:
+class ReadWatch(Watch):
     """Reports reads of one model's gradients and parameters, by the thread that created it, to ``put``."""
 
     def __init__(self, now: Now, put: Callable[[Event], None]) -> None:
@@ -215,6 +216,10 @@ class ReadWatch:
         """The optimizer has stepped: the script may read parameters from now on."""
         if self._is_watching and threading.get_ident() == self._thread:
             self._value_access.open(self._parameters)
+
+    def update_begins(self) -> None:
+        """Stop watching accesses until the update has ended; a closure may have run a backward in this step."""
+        self.script_reads_end()
 
     def script_reads_end(self) -> None:
         """A pass or an update begins: what reads gradients and parameters now is not the script."""

@@ -14,9 +14,10 @@ from headway import torch_private
 from headway.memory.pass_watch import PassMemoryWatch
 from headway.model import PassMemory
 from headway.recording.modules import JobHook
+from headway.recording.watch import Watch
 
 
-class MemoryWatch:
+class MemoryWatch(Watch):
     """Watches one forward with its backward and update, under stock DistributedDataParallel.
 
     Watching slows that step, which is not recorded. Nothing is watched if the script uses dispatch modes or
@@ -53,6 +54,14 @@ class MemoryWatch:
         """The optimizer is about to update."""
         if self._watch is not None:
             self._watch.update_begins()
+
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """The update is done."""
+        self.end()
+
+    def detach(self) -> None:
+        """Stop watching."""
+        self.end()
 
     def end(self) -> None:
         """Stop watching: the update is done, or the recorder detaches."""

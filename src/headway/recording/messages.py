@@ -22,6 +22,7 @@ from headway import torch_private
 from headway.recording.collectives import GroupWatch
 from headway.recording.patching import Now, patch_method
 from headway.recording.pipelines import Label, PipelineWatch
+from headway.recording.watch import Watch
 from headway.strategies.live.channels.observer import THREAD_NAME
 from headway.trace.events import Event, Kind, Stream
 
@@ -44,7 +45,7 @@ class ObservedMessage:
     sequence: int = -1
 
 
-class MessageWatch:
+class MessageWatch(Watch):
     """Observes the messages of this process while attached, except those of Headway's own threads."""
 
     def __init__(self, now: Now, groups: GroupWatch, pipelines: PipelineWatch) -> None:
@@ -69,6 +70,14 @@ class MessageWatch:
         while self._undo:
             self._undo.pop()()
         self._works.clear()
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the messages."""
+        return rows + message_rows(self.observed)
+
+    def forget(self) -> None:
+        """Drop everything observed."""
+        self.observed.clear()
 
     def _start(
         self, kind: str, of_anybody: bool, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any

@@ -16,6 +16,7 @@ from torch import nn
 
 from headway import torch_private
 from headway.recording.patching import Now, OnFailure, guarded, observed_call, report_fault
+from headway.recording.watch import Watch
 from headway.trace.events import Event, Kind, Stream
 
 LOSS = "(loss)"
@@ -60,40 +61,48 @@ class JobHook:
         return JobHook, (None,)
 
 
-class ModuleWatch:
+class ModuleWatch(Watch):
     """Observes the passes of one wrapped model while attached, in steps that are recorded.
 
     Between two hooks a step computes for milliseconds and evicts the hooks' code and data from the CPU caches. So hooks
-    only note tuples, from which ``rows`` makes events later. Times are those of this host's monotonic clock.
+    only note tuples, from which ``add_rows`` makes events later. Times are those of this host's monotonic clock.
     """
 
     def __init__(self, now: Now, listener: PassListener) -> None:
-        self.forward_order: list[str] = []
-        self.activation_bytes = 0
-        self.compute_ends_ns: dict[int, int] = {}  # end of each backward pass -> end of its computation
-        self.noted: list[Noted] = []
-        self.unseen: list[str] = []  # modules with parameters that run compiled, and so have no hooks
         self._now = now
         self._listener = listener
         self._handles: list[Any] = []
         self._of_passes: list[Any] = []
         self._of_modules: list[Any] = []
+        self._original_backward: Callable[..., Any] | None = None
+        self._own_backward: Callable[..., Any] | None = None
+        self._stop_counting: Callable[[], int] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.forward_order: list[str] = []
+        self.activation_bytes = 0
+        self.compute_ends_ns: dict[int, int] = {}  # end of each backward pass -> end of its computation
+        self.noted: list[Noted] = []
+        self.unseen: list[str] = []  # modules with parameters that run compiled, and so have no hooks
         self._owners: list[str] = []
         self.passes_compiled = False  # whether compiled code calls the wrapper
         self._first_phase = "enter"
         self._pass_start_ns = 0
         self._backward: _Backward | None = None  # the one in progress
         self._backwards: list[_Backward] = []
-        self._original_backward: Callable[..., Any] | None = None
-        self._own_backward: Callable[..., Any] | None = None
         self._to_mark: list[tuple[Any, Callable[..., None]]] = []  # nodes of this pass, and their pre-hooks
-        self._stop_counting: Callable[[], int] | None = None
+
+    def start_over(self) -> None:
+        """Drop the model and everything observed of it: another model is recorded instead."""
+        self.detach()
+        self._reset()
 
     def count_activations(self, root: nn.Module) -> None:
         """Sum the output bytes of the innermost modules of ``root`` in the next forward, as ``activation_bytes``."""
         self._stop_counting = count_outputs(root)
 
-    def attach(self, model: nn.Module, root: nn.Module) -> None:
+    def watch_model(self, model: nn.Module, root: nn.Module) -> None:
         """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
         if not self.passes_compiled:
             self.watch_passes(model)
@@ -147,13 +156,13 @@ class ModuleWatch:
                 torch.autograd.backward = self._original_backward
             self._original_backward = self._own_backward = None
 
-    def rows(self) -> list[Event]:
-        """What was observed, as events."""
-        rows = [
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the passes, modules and gradients."""
+        noted = [
             Event(kind, name, Stream.COMPUTE, step, start_ns, end_ns - start_ns)
             for kind, name, step, start_ns, end_ns in self.noted
         ]
-        return rows + [row for backward in self._backwards for row in backward.rows()]
+        return rows + noted + [row for backward in self._backwards for row in backward.rows()]
 
     def forget(self) -> None:
         """Drop everything observed."""

@@ -26,6 +26,7 @@ from headway.model import Chain, HalvedBackward, StageMemory
 from headway.recording.chains import ChainWatch, unwrapped
 from headway.recording.modules import JobHook, count_outputs, tensors_of
 from headway.recording.patching import Now, guarded, patch_method
+from headway.recording.watch import Watch
 from headway.trace.events import Event, Kind, Stream
 
 T = TypeVar("T")
@@ -397,7 +398,7 @@ class ObservedPass(NamedTuple):
     end_ns: int
 
 
-class PipelineWatch:
+class PipelineWatch(Watch):
     """Observes the pipeline stages of this process while attached."""
 
     def __init__(self, now: Now) -> None:
@@ -438,6 +439,23 @@ class PipelineWatch:
             watch.disarm()
         for times in self._link_times.values():
             times.detach()
+
+    def step_begins(self, step: int) -> None:
+        """Try to attach again after the first step, in which torch's pipelines may have been imported."""
+        if step == 1:
+            self.attach()
+
+    def update_begins(self) -> None:
+        """An optimizer begins to update."""
+        self.memory.update_begins()
+
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """The update is done."""
+        self.memory.end()
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Label the events inside passes, and add passes that are missing."""
+        return labelled(rows, self.observed)
 
     def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
         """The stage and micro-batch for which one of ``tensors`` is sent or received; ``Label()`` if there is none."""

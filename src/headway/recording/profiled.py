@@ -12,13 +12,14 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from headway.arrays import Ints
 from headway.errors import UnsupportedError
+from headway.recording.watch import Watch
 from headway.trace.events import Events, Kind, Stream
 
 Detail = Literal["modules", "operators", "kernels"]
 _EXCHANGES = 16
 
 
-class ProfiledSteps:
+class ProfiledSteps(Watch):
     """Profiles consecutive steps. Its events use the monotonic clock and the recorder's step numbers."""
 
     def __init__(self, detail: Detail, folder: Path, rank: int, first_step: int) -> None:
@@ -29,8 +30,8 @@ class ProfiledSteps:
         self._profiler: profile | None = None
         self._ahead_ns = 0
 
-    def begin(self) -> None:
-        """Start profiling; the first step begins now."""
+    def recording_begins(self, now_ns: int) -> None:
+        """Start profiling."""
         activities = [ProfilerActivity.CPU]
         if self.detail == "kernels":
             activities.append(ProfilerActivity.CUDA)
@@ -38,9 +39,9 @@ class ProfiledSteps:
         self._profiler = profile(activities=activities, schedule=lambda _step: ProfilerAction.RECORD)
         self._profiler.start()
 
-    def end_step(self) -> None:
-        """A step has ended."""
-        if self._profiler is not None:
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """Tell the profiler that a step has ended."""
+        if recorded and self._profiler is not None:
             self._profiler.step()
 
     def end(self) -> None:

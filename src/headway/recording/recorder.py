@@ -36,13 +36,7 @@ from headway.recording.connections import (
     connection_peers,
     publish_connections,
 )
-from headway.recording.derive import (
-    StrategySpan,
-    collective_rows,
-    link_rows,
-    transfer_rows,
-    wait_rows,
-)
+from headway.recording.derive import CommunicationRows, StrategySpan, WaitRows
 from headway.recording.description import (
     describe_machine,
     describe_model,
@@ -53,20 +47,19 @@ from headway.recording.description import (
 )
 from headway.recording.grad_access import ReadWatch
 from headway.recording.memory import MemoryWatch
-from headway.recording.messages import MessageWatch, message_rows
+from headway.recording.messages import MessageWatch
 from headway.recording.modules import ModuleWatch
 from headway.recording.patching import Now, describe_failure, guarded, on_fault
-from headway.recording.pipelines import PipelineWatch, labelled
+from headway.recording.pipelines import PipelineWatch
 from headway.recording.profiled import Detail, ProfiledSteps
 from headway.recording.step_clock import StepClock
+from headway.recording.watch import Watch
 from headway.recording.watches import (
-    FORWARD_UNSEEN,
-    MODULES_UNSEEN,
     SHARDED,
+    CompiledModules,
     InputWatch,
     PauseWatch,
     UpdateWatch,
-    assumed_forwards,
     several_models,
     sharded_root,
 )
@@ -125,19 +118,33 @@ class Recorder:
         self.may_be_measured = False  # whether the recorded strategies allow measuring links
         self._now = Now()
         self._rows: list[Event] = []
-        self._spans: list[StrategySpan] = []
+        self._groups = GroupWatch()
         self._reads = ReadWatch(self._now, self._rows.append)
-        self._watch = ModuleWatch(self._now, self._reads)
+        self._modules = ModuleWatch(self._now, self._reads)
         self._memory = MemoryWatch()
         self._chain = ChainWatch()
-        self._groups = GroupWatch()
         self._pipelines = PipelineWatch(self._now)
+        self._compiled = CompiledModules(self._modules)
         self._tap = CollectiveTap(self._now, self._groups)
-        self._messages = MessageWatch(self._now, self._groups, self._pipelines)
-        self._connections = ConnectionWatch()
-        self._pauses = PauseWatch(self._paused)
-        self._input = InputWatch(partial(self._put, Kind.INPUT, "data loader"), lambda: self._now.recording)
+        self._communication = CommunicationRows(self._tap)
         self._rounds = RoundWatch(self._now)
+        self._connections = ConnectionWatch()
+        self._watches: list[Watch] = [
+            self._reads,
+            self._modules,
+            self._memory,
+            self._chain,
+            self._pipelines,
+            self._compiled,
+            PauseWatch(self._paused),
+            InputWatch(partial(self._put, Kind.INPUT, "data loader"), lambda: self._now.recording),
+            self._tap,
+            self._communication,
+            MessageWatch(self._now, self._groups, self._pipelines),
+            self._rounds,
+            self._connections,
+            WaitRows(self._tap, self._modules, self._communication),  # last: derived from all others
+        ]
         self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
         self._last_handle: Any = None  # of the hook after each optimizer step
@@ -145,7 +152,7 @@ class Recorder:
         self._root: nn.Module | None = None
         self._named_implementations: dict[
             str, bool
-        ] = {}  # optimizer flags (foreach, fused) that the script sets
+        ] = {}  # optimizers' foreach and fused, as the script sets them
         self._ignored_models: list[str] = []  # models that were wrapped but are not recorded
         self._sharded = False  # whether fully_shard is used, without a wrapper
         self._in_force: _InForce | None = None  # the strategies seen at the end of the first recorded step
@@ -175,27 +182,22 @@ class Recorder:
         if self.options.detail != "modules":
             place = (self.options.folder, dist.get_rank(), self.options.first_step)
             self._profiled = ProfiledSteps(self.options.detail, *place)
+            self._watches.append(self._profiled)
         self._undo.append(on_fault(self._stop_observing))
         self.resume()
         atexit.register(self._finish_at_exit)
-        if (
-            multiprocessing.parent_process() is not None
-        ):  # its children may end without Python's exit handlers
+        # A child of multiprocessing may end without Python's exit handlers.
+        if multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, self._finish_at_exit, exitpriority=0)
 
     def resume(self) -> None:
         """Install all hooks, for the first time or again after ``detach``."""
         self._handles.append(before_every_step(self._optimizer_starts))
         self._watch_step_ends()
-        self._tap.attach()
-        self._pauses.attach()
-        self._rounds.attach()
-        self._messages.attach()
-        self._pipelines.attach()
-        self._reads.attach()
-        self._input.attach()
+        for watch in self._watches:
+            watch.attach()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
-            self._watch.attach(self._model, self._root)
+            self._modules.watch_model(self._model, self._root)
 
     def _watch_step_ends(self) -> None:
         if self._last_handle is not None:
@@ -230,9 +232,9 @@ class Recorder:
         self._step_clock.model_is(root)
         self._reads.model_is(root)
         if self.options.detail != "kernels":
-            self._watch.attach(model, root)
-            if not self._watch.unseen:
-                self._watch.count_activations(root)
+            self._modules.watch_model(model, root)
+            if not self._modules.unseen:
+                self._modules.count_activations(root)
                 self._chain.arm(root)
             self._watch_memory(first=True)
 
@@ -251,8 +253,7 @@ class Recorder:
         if larger:
             self._memory.end()
             self._chain.disarm()
-            self._watch.detach()
-            self._watch = ModuleWatch(self._now, self._reads)
+            self._modules.start_over()
         return larger
 
     def compiles(self, target: Any) -> None:
@@ -263,22 +264,22 @@ class Recorder:
         if model is None or self.finished or isinstance(target, torch.optim.Optimizer):
             return
         if not isinstance(target, nn.Module) or any(module is model for module in target.modules()):
-            self._watch.leave_modules(passes=True)
+            self._modules.leave_modules(passes=True)
             self._chain.disarm(COMPILED)
         elif any(module is target for module in model.modules()):
-            self._watch.leave_modules(passes=False)
+            self._modules.leave_modules(passes=False)
             self._chain.disarm(COMPILED)
 
     def compiled(self, target: Any, result: Any) -> None:
         """``target`` has been compiled; ``result`` is called instead of it."""
         if target is self._model and isinstance(result, nn.Module) and not self.finished:
-            self._watch.watch_passes(result)
+            self._modules.watch_passes(result)
 
     def span(self, span: StrategySpan) -> None:
         """Record a span that a strategy's runtime reports: a collective, a wait or an update."""
         if self._now.recording:
             span.step = self._now.step
-            self._spans.append(span)
+            self._communication.spans.append(span)
 
     # Steps
 
@@ -293,9 +294,8 @@ class Recorder:
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
     def _update_begins(self) -> None:
-        self._reads.script_reads_end()  # again, as a closure may have run a backward
-        self._memory.update_begins()
-        self._pipelines.memory.update_begins()
+        for watch in self._watches:
+            watch.update_begins()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @guarded
@@ -325,7 +325,7 @@ class Recorder:
         if not self.fault:
             guarded(self._close_step)(now_ns)
         self._now.step += 1
-        full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
+        full = len(self._rows) + len(self._modules.noted) >= MAX_ROWS
         if self.fault:
             self._unhook()
         elif not full:
@@ -341,12 +341,8 @@ class Recorder:
             if self._in_force is None:
                 self._in_force = self._strategies_in_force()
             self._put(Kind.STEP, f"step {now.step}", self._boundary_ns, now_ns)
-            self._connections.end_step(now.step, now_ns)
-            if self._profiled is not None:
-                self._profiled.end_step()
-        self._memory.end()
-        self._pipelines.memory.end()
-        self._tap.release_finished()
+        for watch in self._watches:
+            watch.step_ends(now.step, now_ns, recorded=now.recording)
 
     def _strategies_in_force(self) -> _InForce:
         """The strategies of the model and of its stages. Asks DDP's reducer, which blocks during a backward."""
@@ -354,25 +350,24 @@ class Recorder:
 
     def _open_step(self, now_ns: int) -> None:
         now = self._now
-        if now.step == 1:
-            self._pipelines.attach()
+        for watch in self._watches:
+            watch.step_begins(now.step)
         if now.step == 1 and self._model is None:
             self._look_for_sharded()
         self._watch_memory(first=False)
         self._boundary_ns = now_ns
         now.recording = self.options.first_step <= now.step < self.options.stop_step
         if now.step == self.options.first_step:
-            self._connections.begin(now_ns)
-            if self._profiled is not None:
-                self._profiled.begin()
+            for watch in self._watches:
+                watch.recording_begins(now_ns)
 
     def _look_for_sharded(self) -> None:
         """The first step has ended and no model was wrapped: look for one sharded with ``fully_shard``."""
         root = sharded_root()
         self._sharded = root is not None
         if root is not None and self.options.detail != "kernels":
-            self._watch.watch_passes(root, phase="forward")
-            self._watch.watch_backward()
+            self._modules.watch_passes(root, phase="forward")
+            self._modules.watch_backward()
 
     def _watch_memory(self, *, first: bool) -> None:
         """Watch memory in the last step before the recorded ones; not with ``detail`` kernels.
@@ -388,7 +383,7 @@ class Recorder:
             return
         if not self._now.recording and (first if last <= 1 else self._now.step == last):
             self._memory.arm(self._model, self._root)
-            if not self._watch.unseen:
+            if not self._modules.unseen:
                 self._chain.arm(self._root)
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
@@ -416,12 +411,8 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for leave in (
-            self._watch.detach, self._memory.end, self._chain.disarm, self._pipelines.detach,
-            self._messages.detach, self._pauses.detach, self._rounds.detach, self._reads.detach,
-            self._tap.detach, self._input.detach,
-        ):  # fmt: skip
-            guarded(leave)()
+        for watch in reversed(self._watches):
+            guarded(watch.detach)()
 
     def finish(self, patience_s: float | None = None) -> None:
         """Stop, compare clocks once more and write this rank's file, or its status if no complete step was recorded.
@@ -467,7 +458,7 @@ class Recorder:
 
     def after_backward(self, call: Callable[[], object]) -> bool:
         """Have ``call`` called when the backward in progress ends; returns False if there is none."""
-        return self._watch.after_backward(call)
+        return self._modules.after_backward(call)
 
     def _patience_s(self) -> float:
         """How many more seconds to wait for other ranks."""
@@ -510,22 +501,23 @@ class Recorder:
         # The model, and with it its process group, must be freed when the script drops them.
         self._model = self._root = None
         self._step_clock.forget()
-        self._reads.forget()
         self._rows.clear()
-        self._watch.forget()
-        self._tap.observed.clear()
-        self._messages.observed.clear()
-        self._pipelines.forget()
-        self._connections.close()
+        for watch in self._watches:
+            watch.forget()
         self._clocks.close()
 
     def _write(self) -> None:
         rank, world_size = self._place
         fit = self._clocks.end(rank, world_size, self._patience_s)
-        events = labelled(self._rows + self._watch.rows(), self._pipelines.observed)
-        events += assumed_forwards(events, self._watch.unseen)
+        if self._may_use_store():
+            self._connections.peers = connection_peers(
+                self._number, self._connections, rank, world_size, self._patience_s
+            )
+        events = list(self._rows)
+        for watch in self._watches:
+            events = watch.add_rows(events)
         model = describe_model(
-            self._model, self._root, self._watch, events, self._step_clock.optimizers, self._memory.found
+            self._model, self._root, self._modules, events, self._step_clock.optimizers, self._memory.found
         ).model_copy(update={"chain": self._chain.found})
         pipelines, stages = self._pipelines, self._pipelines.stages
         of_stages = {
@@ -537,14 +529,6 @@ class Recorder:
         if of_stages:
             of_stage = of_stages[min(of_stages)]
             model = of_stage if self._root is None else for_replica(model, of_stage)
-        events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
-        events += message_rows(self._messages.observed)
-        events += self._rounds.rows()
-        peers = {}
-        if self._may_use_store():
-            peers = connection_peers(self._number, self._connections, rank, world_size, self._patience_s)
-        events += link_rows(self._connections.uses, peers)
-        events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
         last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
@@ -574,7 +558,7 @@ class Recorder:
             refusals=refusals(
                 self._model,
                 self._named_implementations,
-                compiled_around=self._watch.passes_compiled or self._forward_unseen(events),
+                compiled_around=self._modules.passes_compiled or self._compiled.hides_forward(events),
             ),
             **describe_machine(self._root),
         )
@@ -590,14 +574,9 @@ class Recorder:
             notes.append(several_models(self._ignored_models))
         if self._sharded:
             notes.append(SHARDED)
-        if self._watch.unseen:
-            notes.append(MODULES_UNSEEN)
-            if self._forward_unseen(rows):
-                notes.append(FORWARD_UNSEEN)
+        for watch in self._watches:
+            notes += watch.notes(rows)
         return tuple(notes)
-
-    def _forward_unseen(self, rows: list[Event]) -> bool:
-        return bool(self._watch.unseen) and not any(row.kind == Kind.FORWARD_PASS for row in rows)
 
     def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
         """The rows and the profiled events on rank 0's clock. Only the profile knows a device's time."""

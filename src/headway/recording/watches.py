@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from headway import torch_private
+from headway.recording.modules import ModuleWatch
 from headway.recording.patching import guarded, patch_method
+from headway.recording.watch import Watch
 from headway.trace.events import WORK, Event, Kind, Stream
 
 LEAST_LOOP_NS = 200_000  # shorter starts and ends of a data loader's loop are not recorded
@@ -23,7 +25,7 @@ LEAST_LOOP_NS = 200_000  # shorter starts and ends of a data loader's loop are n
 PutInput = Callable[[int, int], None]
 
 
-class InputWatch:
+class InputWatch(Watch):
     """Calls ``put`` (start, end) for each wait for a data loader, while attached and ``is_recording``."""
 
     def __init__(self, put: PutInput, is_recording: Callable[[], bool]) -> None:
@@ -65,7 +67,7 @@ COLLECTION, CHECKPOINT = "garbage collection", "torch.save"
 PutPause = Callable[[str, str, int, int], None]
 
 
-class PauseWatch:
+class PauseWatch(Watch):
     """Calls ``put`` (kind, name, start, end) for waits and pauses of the thread that created it, while attached."""
 
     def __init__(self, put: PutPause) -> None:
@@ -193,6 +195,27 @@ FORWARD_UNSEEN = (
     "Forward runs inside compiled code and is not recorded; its time counts as rest. To record it, compile the model "
     "before wrapping it: DistributedDataParallel(torch.compile(model))."
 )
+
+
+class CompiledModules(Watch):
+    """Stands in for forwards of compiled modules, which ``modules`` cannot see, and notes what is not recorded."""
+
+    def __init__(self, modules: ModuleWatch) -> None:
+        self._modules = modules
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the forwards that are assumed."""
+        return rows + assumed_forwards(rows, self._modules.unseen)
+
+    def notes(self, rows: Sequence[Event]) -> list[str]:
+        """Say that compiled modules, and perhaps the whole forward, are not recorded."""
+        if not self._modules.unseen:
+            return []
+        return [MODULES_UNSEEN, *([FORWARD_UNSEEN] if self.hides_forward(rows) else [])]
+
+    def hides_forward(self, rows: Iterable[Event]) -> bool:
+        """Whether the whole forward runs inside compiled code."""
+        return bool(self._modules.unseen) and not any(row.kind == Kind.FORWARD_PASS for row in rows)
 
 
 def assumed_forwards(rows: Iterable[Event], owners: Sequence[str]) -> list[Event]:
