@@ -19,7 +19,7 @@ from headway.plan import Plan
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.live.module_spec import model_spec
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.torch_private.pipelining import planned_of
+from headway.torch_private.pipelining import plan_of_stage
 
 Way = tuple[
     Callable[[], nn.Module],
@@ -123,7 +123,7 @@ def evaluated_under_a_plan(rank: int, world_size: int) -> dict[str, Any]:
         said = training.evaluated_around(step)
     finally:
         pipeline_injection.uninstall()
-    planned = planned_of(step.pipelined.steps.stages[rank])
+    planned = plan_of_stage(step.pipelined.steps.stages[rank])
     assert isinstance(planned, PipelineStrategy)
     return {"said": said, "state": step.state(), "applied": len(applied), "order": planned.order}
 

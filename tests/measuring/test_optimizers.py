@@ -67,7 +67,7 @@ def test_what_is_not_torchs_own_is_refused(names: tuple[str, ...]) -> None:
 def test_a_build_for_cuda_without_a_gpu_measures_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert torch_private.device_here() == CPU
+    assert torch_private.compute_device() == CPU
     trace = written(JOB, tmp_path / "trace")
     assert run(["measure", "optimizer", str(trace)]) == 0
     assert "optimizer fused SGD: " in capsys.readouterr().out

@@ -104,12 +104,12 @@ def repeated() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("model", "given", "why"),
     [
-        (Blocks(skips=True), (torch.ones(5, 3, dtype=torch.int64),), "a tensor goes around some module"),
-        (Blocks(masked=True), (torch.ones(5, 3, dtype=torch.int64),), "does not call modules one after the other"),
-        (Blocks(changed=True), (torch.ones(5, 3, dtype=torch.int64),), "does not call modules one after the other"),
-        (TwoInputs(), (torch.ones(5, 4), torch.ones(5, 4)), "is not given one tensor"),
-        (nn.Linear(4, 4), (torch.ones(5, 4),), "does not call modules one after the other"),
-        (repeated(), (torch.ones(5, 4),), "does not call modules one after the other"),
+        (Blocks(skips=True), (torch.ones(5, 3, dtype=torch.int64),), "a tensor bypasses a module"),
+        (Blocks(masked=True), (torch.ones(5, 3, dtype=torch.int64),), "does not call modules in sequence"),
+        (Blocks(changed=True), (torch.ones(5, 3, dtype=torch.int64),), "does not call modules in sequence"),
+        (TwoInputs(), (torch.ones(5, 4), torch.ones(5, 4)), "is not a single tensor"),
+        (nn.Linear(4, 4), (torch.ones(5, 4),), "does not call modules in sequence"),
+        (repeated(), (torch.ones(5, 4),), "does not call modules in sequence"),
     ],
 )  # fmt: skip
 def test_what_is_no_chain_says_why(model: nn.Module, given: tuple[torch.Tensor, ...], why: str) -> None:

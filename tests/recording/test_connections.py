@@ -65,7 +65,7 @@ def sockets() -> Iterator[Sockets]:
 def watch() -> Iterator[ConnectionWatch]:
     made = ConnectionWatch()
     yield made
-    made.close()
+    made.forget()
 
 
 def send(source: socket.socket, target: socket.socket, size_bytes: int) -> None:
@@ -101,13 +101,13 @@ def seen(watch: ConnectionWatch) -> set[tuple[Endpoint, Endpoint]]:
 def test_bytes_are_counted_in_each_direction_and_step(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
     send(here, there, 1_000_000)  # before
-    watch.begin(now_ns=1_000)
+    watch.recording_begins(now_ns=1_000)
     send(here, there, MUCH)
-    watch.end_step(5, now_ns=2_000)
-    watch.end_step(6, now_ns=3_000)
+    watch.step_ends(5, now_ns=2_000, recorded=True)
+    watch.step_ends(6, now_ns=3_000, recorded=True)
     send(there, here, 70_000)
     send(here, there, 80_000)
-    watch.end_step(7, now_ns=4_000)
+    watch.step_ends(7, now_ns=4_000, recorded=True)
     counted = [(use.step, use.start_ns, use.end_ns, use.size_bytes) for use in of(watch, here)]
     assert counted == [(5, 1_000, 2_000, MUCH), (7, 3_000, 4_000, 80_000)]
     assert [(use.step, use.size_bytes) for use in of(watch, there)] == [(7, 70_000)]
@@ -117,11 +117,11 @@ def test_bytes_are_counted_in_each_direction_and_step(sockets: Sockets, watch: C
 
 def test_a_connection_is_busy_while_something_is_in_flight(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
-    watch.begin(1)
+    watch.recording_begins(1)
     began_ns = time.monotonic_ns()
     send(here, there, 30_000_000)
     took_ns = time.monotonic_ns() - began_ns
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     (use,) = of(watch, here)
     assert use.size_bytes == 30_000_000
     assert 0 < use.busy_ns <= took_ns + 20_000_000  # the kernel counts in its own ticks
@@ -139,10 +139,10 @@ def test_a_peer_is_known_by_both_ends(
         here, there = sockets.pair(host, server_host)
     except OSError as missing:
         pytest.skip(f"no IPv6 here: {missing}")
-    watch.begin(1)
+    watch.recording_begins(1)
     send(here, there, MUCH)
     send(there, here, MUCH)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     (own, other) = ends(here)
     peers = peers_of(watch.uses, {3: json.dumps([[own, other]]), 7: json.dumps([[other, own]])})
     assert peers == {(own, other): 7, (other, own): 3}
@@ -153,18 +153,18 @@ def test_a_peer_is_known_by_both_ends(
 
 def test_a_connection_that_carries_little_is_no_link(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
-    watch.begin(1)
+    watch.recording_begins(1)
     send(here, there, LEAST_BYTES // 2)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert peers_of(watch.uses, {1: watch.pairs()}) == {}
     send(here, there, LEAST_BYTES - LEAST_BYTES // 2)
-    watch.end_step(1, 3)
+    watch.step_ends(1, 3, recorded=True)
     assert peers_of(watch.uses, {1: watch.pairs()}) == {ends(here): 1}
 
 
 def test_other_sockets_are_left_alone(sockets: Sockets, watch: ConnectionWatch, tmp_path: Path) -> None:
     before = ConnectionWatch()
-    before.begin(1)
+    before.recording_begins(1)
     udp, other_udp = (sockets.kept(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(2))
     other_udp.bind(("127.0.0.1", 0))
     udp.connect(other_udp.getsockname())
@@ -175,14 +175,14 @@ def test_other_sockets_are_left_alone(sockets: Sockets, watch: ConnectionWatch, 
     sockets.kept(socket.socket())  # unconnected
     sockets.kept(socket.create_server(("127.0.0.1", 0)))
     pipe = os.pipe()
-    watch.begin(1)
+    watch.recording_begins(1)
     udp.send(bytes(1000))
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert seen(watch) == seen(before)
     assert other_udp.recv(2000) == bytes(1000)
     for descriptor in pipe:
         os.close(descriptor)
-    before.close()
+    before.forget()
 
 
 def test_sockets_stay_as_they_are_where_the_process_has_a_default_timeout(
@@ -194,8 +194,8 @@ def test_sockets_stay_as_they_are_where_the_process_has_a_default_timeout(
     usual = socket.getdefaulttimeout()
     socket.setdefaulttimeout(5.0)
     try:
-        watch.begin(1)
-        watch.end_step(0, 2)
+        watch.recording_begins(1)
+        watch.step_ends(0, 2, recorded=True)
     finally:
         socket.setdefaulttimeout(usual)
     assert (os.get_blocking(here.fileno()), os.get_blocking(there.fileno())) == (True, False)
@@ -204,15 +204,15 @@ def test_sockets_stay_as_they_are_where_the_process_has_a_default_timeout(
 def test_what_is_closed_is_closed_at_once(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
     own = ends(here)
-    watch.begin(1)
+    watch.recording_begins(1)
     send(here, there, MUCH)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     here.close()
     there.settimeout(20)
     assert there.recv(1) == b"", "the peer is not told"
-    watch.end_step(1, 3)
+    watch.step_ends(1, 3, recorded=True)
     there.close()
-    watch.end_step(2, 4)
+    watch.step_ends(2, 4, recorded=True)
     assert [use.step for use in of(watch, own)] == [0]
     assert own in seen(watch), "others still have to recognise what it carried"
 
@@ -223,7 +223,7 @@ def test_a_descriptor_that_another_socket_took_is_another_connection(
     here, there = sockets.pair()
     own, descriptor = ends(here), here.fileno()
     send(here, there, 500_000)
-    watch.begin(1)
+    watch.recording_begins(1)
     here.close()
     next_here, next_there = sockets.pair()
     if next_here.fileno() != descriptor:
@@ -232,7 +232,7 @@ def test_a_descriptor_that_another_socket_took_is_another_connection(
         next_here = sockets.kept(socket.socket(fileno=descriptor))
     send(next_here, next_there, MUCH)
     for step in range(3):
-        watch.end_step(step, step + 2)
+        watch.step_ends(step, step + 2, recorded=True)
     assert of(watch, own) == []
     (use,) = of(watch, next_here)
     assert use.size_bytes in (
@@ -242,11 +242,11 @@ def test_a_descriptor_that_another_socket_took_is_another_connection(
 
 
 def test_a_connection_opened_later_is_counted_whole(sockets: Sockets, watch: ConnectionWatch) -> None:
-    watch.begin(1)
+    watch.recording_begins(1)
     here, there = sockets.pair()
     send(here, there, MUCH)
-    watch.end_step(0, 2)
-    watch.end_step(1, 3)
+    watch.step_ends(0, 2, recorded=True)
+    watch.step_ends(1, 3, recorded=True)
     (use,) = of(watch, here)
     assert (use.step, use.size_bytes - MUCH) in ((0, 0), (0, 1))
 
@@ -254,9 +254,9 @@ def test_a_connection_opened_later_is_counted_whole(sockets: Sockets, watch: Con
 def test_a_descriptor_given_twice_is_one_connection(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
     sockets.kept(here.dup())
-    watch.begin(1)
+    watch.recording_begins(1)
     send(here, there, MUCH)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert len(of(watch, here)) == 1
 
 
@@ -274,16 +274,16 @@ def test_no_descriptor_is_kept(sockets: Sockets) -> None:
     sockets.kept(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     before = opened()
     watch = ConnectionWatch()
-    watch.begin(1)
+    watch.recording_begins(1)
     assert opened() == before
     send(here, there, MUCH)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert opened() == before
-    watch.close()
+    watch.forget()
     assert opened() == before
     assert json.loads(watch.pairs()) == []
     send(here, there, 10)  # it still works
-    watch.end_step(1, 3)
+    watch.step_ends(1, 3, recorded=True)
     assert len(of(watch, here)) == 1
 
 
@@ -304,9 +304,9 @@ def test_where_the_kernel_does_not_tell_there_is_nothing(
             return found[:most] if level == socket.IPPROTO_TCP else found
 
         monkeypatch.setattr(connections, "_option", told)
-    watch.begin(1)
+    watch.recording_begins(1)
     send(here, there, MUCH)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert watch.uses == []
     assert json.loads(watch.pairs()) == []
 
@@ -317,31 +317,31 @@ def test_there_is_a_bound_on_how_many_are_watched(
     for _ in range(4):
         sockets.pair()
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
-    watch.begin(1)
+    watch.recording_begins(1)
     sockets.pair()
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert len(seen(watch)) == 3
 
 
 def test_nothing_is_noted_before_the_beginning(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
     send(here, there, MUCH)
-    watch.end_step(0, 2)
+    watch.step_ends(0, 2, recorded=True)
     assert watch.uses == []
 
 
 def test_new_connections_are_found_often_at_first_and_seldom_later(
     sockets: Sockets, watch: ConnectionWatch
 ) -> None:
-    watch.begin(now_ns=1)
+    watch.recording_begins(now_ns=1)
     for step in range(OFTEN):
-        watch.end_step(step, step + 2)
+        watch.step_ends(step, step + 2, recorded=True)
     here, there = sockets.pair()
     send(here, there, MUCH)
-    watch.end_step(OFTEN, 100)
+    watch.step_ends(OFTEN, 100, recorded=True)
     assert of(watch, here) == []
     for step in range(OFTEN + 1, SELDOM + 1):
-        watch.end_step(step, 100 + step)
+        watch.step_ends(step, 100 + step, recorded=True)
     (use,) = of(watch, here)
     assert use.step == SELDOM
     assert use.size_bytes in (MUCH, MUCH + 1)  # the kernel counts its greeting, or does not

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.recording.description import machine_described, refusals
+from headway.recording.description import describe_machine, refusals
 from headway.trace.format import RankInfo
 
 
@@ -45,15 +45,15 @@ def test_why_a_wrapper_cannot_be_decoupled(model: Any, unseen: bool, said: str) 
 
 def test_a_script_that_names_an_implementation_of_its_optimizer_is_given_no_other() -> None:
     assert refusals(None, {"fused": True}, compiled_around=False) == {
-        "optimizer": "the script has fused=True itself"
+        "optimizer": "the script sets fused=True itself"
     }
 
 
 def test_a_machine_is_described_as_a_rank_keeps_it() -> None:
-    told = machine_described(nn.Linear(2, 2))
+    told = describe_machine(nn.Linear(2, 2))
     info = RankInfo(rank=0, host="here", world_size=1, backend="gloo", version="2", **told)
     assert info.device == "cpu"
     assert info.threads == torch.get_num_threads()
     assert sum(high - low + 1 for low, high in info.cores) == len(os.sched_getaffinity(0))
     assert info.load is not None
-    assert machine_described(None)["device"] == ""
+    assert describe_machine(None)["device"] == ""

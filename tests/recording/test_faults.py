@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from headway.recording import collectives, modules, patching
 from headway.recording.chains import ChainWatch, _Look
 from headway.recording.collectives import CollectiveTap
 from headway.recording.connections import ConnectionWatch
-from headway.recording.grad_access import LookWatch, ReadWatch
+from headway.recording.grad_access import AccessWatch, ReadWatch
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch
 from headway.recording.modules import ModuleWatch
-from headway.recording.recorder import Recorder
+from headway.recording.recorder import Recorder, RecordOptions
 from headway.recording.step_clock import StepClock
+from headway.recording.watch import Watch
 from headway.recording.watches import InputWatch, PauseWatch, UpdateWatch
+from headway.trace.events import Event, Kind
 
 STEPS, FIRST, STOP = 7, 2, 6
 
@@ -36,10 +38,11 @@ FAULTS: list[tuple[Any, str]] = [
     (Recorder, "watch"), (Recorder, "_close_step"), (Recorder, "_open_step"), (Recorder, "_forget"),
     (Recorder, "_write"), (StepClock, "counts"), (ModuleWatch, "_enter_pass"),
     (ModuleWatch, "_leave_pass"), (ModuleWatch, "mark_begin"), (ModuleWatch, "backward"), (modules, "_holds"),
-    (ReadWatch, "looking_ends"), (ReadWatch, "backward_ended"), (ReadWatch, "stepped"), (ReadWatch, "_read_of"),
-    (LookWatch, "_note"), (CollectiveTap, "release_finished"), (collectives, "_size_bytes"),
-    (ConnectionWatch, "begin"), (ConnectionWatch, "end_step"), (PauseWatch, "_ended"), (PauseWatch, "_collecting"),
-    (MessageWatch, "_waited"), (UpdateWatch, "step_begins"), (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),
+    (ReadWatch, "script_reads_end"), (ReadWatch, "backward_ended"), (ReadWatch, "stepped"), (ReadWatch, "_read_of"),
+    (AccessWatch, "_note"), (CollectiveTap, "release_finished"), (collectives, "_size_bytes"),
+    (ConnectionWatch, "recording_begins"), (ConnectionWatch, "step_ends"), (PauseWatch, "_ended"),
+    (PauseWatch, "_collecting"), (MessageWatch, "_waited"), (UpdateWatch, "step_begins"),
+    (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),
     (InputWatch, "_is_recording"),
 ]  # fmt: skip
 HARMLESS: list[tuple[Any, str]] = [
@@ -130,6 +133,62 @@ def test_a_fault_of_an_observer_ends_the_recording_and_not_the_job(
             assert len(said.splitlines()) == 1, (name, said)
 
 
+class _Diary(Watch):
+    """Notes which of its methods the recorder calls, one word a step."""
+
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+
+    def attach(self) -> None:
+        self.moments.append("attach")
+
+    def detach(self) -> None:
+        self.moments.append("detach")
+
+    def step_begins(self, step: int) -> None:
+        self.moments.append(f"begin {step}")
+
+    def recording_begins(self, now_ns: int) -> None:
+        self.moments.append("record")
+
+    def update_begins(self) -> None:
+        self.moments.append("update")
+
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        self.moments.append(f"end {step}{' recorded' if recorded else ''}")
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        return [*rows, next(row for row in rows if row.kind == Kind.STEP)._replace(kind="diary")]
+
+    def notes(self, rows: Sequence[Event]) -> Sequence[str]:
+        return [f"{sum(row.kind == 'diary' for row in rows)} entry"]
+
+    def forget(self) -> None:
+        self.moments.append("forget")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_watch_needs_nothing_but_a_place_in_the_recorders_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary, construct = _Diary(), Recorder.__init__
+
+    def constructed(self: Recorder, options: RecordOptions) -> None:
+        construct(self, options)
+        self._watches.append(diary)
+
+    monkeypatch.setattr(Recorder, "__init__", constructed)
+    with headway.record(tmp_path / "trace", first_step=2, stop_step=3):
+        trained()
+    assert diary.moments == [
+        "attach", "update", "end 0", "begin 1", "update", "end 1", "begin 2", "record", "update", "end 2 recorded",
+        "begin 3", "detach", "forget",
+    ]  # fmt: skip
+    trace = headway.load_trace(tmp_path / "trace")
+    assert [row.step for row in trace.events[0].of_kind("diary")] == [2]
+    assert trace.manifest.notes == ("1 entry",)
+
+
 def _blind(construct: Any, fails: Any) -> Any:
     def constructed(self: Any, put: Any, _is_recording: Any) -> None:
         construct(self, put, fails)
@@ -158,7 +217,7 @@ def test_a_function_that_is_observed_does_what_it_does(when: str, capsys: pytest
             if when == "after":
                 raise LookupError("observer")
 
-    take_off = patching.lay_over(Owner, "act", observe)
+    take_off = patching.patch_method(Owner, "act", observe)
     assert Owner.act(3) == 6
     with pytest.raises(ValueError, match="the job's own"):
         Owner.act(-1)
@@ -174,6 +233,6 @@ def test_an_interrupt_in_an_observer_is_the_jobs() -> None:
     class Owner:
         act = staticmethod(lambda: 1)
 
-    patching.lay_over(Owner, "act", observe)
+    patching.patch_method(Owner, "act", observe)
     with pytest.raises(KeyboardInterrupt):
         Owner.act()

@@ -12,7 +12,7 @@ from headway.clocks.comparing import UNKNOWN_NS
 from headway.errors import UserError
 from headway.model import ModelSpec
 from headway.recording import finish
-from headway.recording.finish import finish_recording, told_command
+from headway.recording.finish import finish_recording, redacted_command
 from headway.recording.place import ATTEMPT, DESCRIPTION, Recording
 from headway.trace.events import Events
 from headway.trace.folder import load_trace, write_rank
@@ -193,4 +193,4 @@ def test_attempts_of_a_job_are_told_apart(
 def test_a_trace_keeps_its_command_without_secrets_and_without_what_no_file_can_hold(
     command: str, told: str
 ) -> None:
-    assert told_command(command.split()) == tuple(told.split())
+    assert redacted_command(command.split()) == tuple(told.split())

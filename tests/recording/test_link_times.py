@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.recording import pipelines
 from headway.recording.chains import ChainWatch
-from headway.recording.pipelines import LinkTimes
+from headway.recording.pipelines import ChainTimer
 
 
 class Clock:
@@ -55,7 +55,7 @@ def test_passes_are_divided_among_modules(monkeypatch: pytest.MonkeyPatch) -> No
     watch.arm(stage)
     stage(given)
     assert watch.found is not None
-    times = LinkTimes(stage, watch.found)
+    times = ChainTimer(stage, watch.found)
     for _ in range(3):
         out = times.forward(lambda: stage(given))
         times.backward(lambda out=out: torch.autograd.backward(out.sum()))  # type: ignore[misc]
@@ -72,7 +72,7 @@ def test_what_was_not_seen_whole_is_not_timed() -> None:
     watch.arm(stage)
     stage(torch.ones(2, 3))
     assert watch.found is not None
-    times = LinkTimes(stage, watch.found)
+    times = ChainTimer(stage, watch.found)
     times.forward(lambda: stage[0](torch.ones(2, 3)))
     assert times.timed() == watch.found
     times.detach()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.recording.grad_access import LookWatch
+from headway.recording.grad_access import AccessWatch
 from headway.strategies.decoupled import deferred
 from headway.strategies.live.reads import install
 
@@ -32,8 +32,8 @@ def told() -> Told:
 
 
 @pytest.fixture
-def watch(net: nn.Module, told: Told) -> Iterator[LookWatch]:
-    watch = LookWatch(lambda *looks: told.append(looks))
+def watch(net: nn.Module, told: Told) -> Iterator[AccessWatch]:
+    watch = AccessWatch(lambda *looks: told.append(looks))
     watch.open(dict(net.named_parameters()))
     yield watch
     watch.discard()
@@ -49,7 +49,7 @@ def names(told: Told) -> list[list[str]]:
 
 
 def test_looks_are_told_of_together_and_apart_from_those_before_a_flush(
-    net: nn.Module, told: Told, watch: LookWatch
+    net: nn.Module, told: Told, watch: AccessWatch
 ) -> None:
     first, second = net[0].weight, net[1].bias  # type: ignore[index]
     assert [first.grad is first.grad, second.grad.shape] == [True, (1,)]
@@ -65,7 +65,7 @@ def test_looks_are_told_of_together_and_apart_from_those_before_a_flush(
     assert all_ordinary(net)
 
 
-def test_copies_are_ordinary_and_no_looks(net: nn.Module, told: Told, watch: LookWatch) -> None:
+def test_copies_are_ordinary_and_no_looks(net: nn.Module, told: Told, watch: AccessWatch) -> None:
     pickled = pickle.loads(pickle.dumps(net))
     saved = io.BytesIO()
     torch.save(net.state_dict(), saved)
@@ -77,7 +77,7 @@ def test_copies_are_ordinary_and_no_looks(net: nn.Module, told: Told, watch: Loo
 
 
 @pytest.mark.parametrize("of", ["optimizer", "module"])
-def test_clearing_gradients_ends_it(net: nn.Module, told: Told, watch: LookWatch, of: str) -> None:
+def test_clearing_gradients_ends_it(net: nn.Module, told: Told, watch: AccessWatch, of: str) -> None:
     cleared = net if of == "module" else torch.optim.SGD(net.parameters(), lr=0.1)
     cleared.zero_grad(set_to_none=False)
     assert all_ordinary(net)
@@ -86,7 +86,7 @@ def test_clearing_gradients_ends_it(net: nn.Module, told: Told, watch: LookWatch
 
 
 def test_looks_of_known_functions_and_of_other_threads_do_not_count(
-    net: nn.Module, told: Told, watch: LookWatch
+    net: nn.Module, told: Told, watch: AccessWatch
 ) -> None:
     install()
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -106,7 +106,7 @@ def test_parameters_of_a_runtime_and_of_other_classes_are_left_alone(net: nn.Mod
     watched, other, entry = net[0].weight, net[0].bias, Entry()  # type: ignore[index]
     deferred.register(watched, entry)  # type: ignore[arg-type]
     other.__class__ = Own
-    watch = LookWatch(lambda *looks: told.append(looks))
+    watch = AccessWatch(lambda *looks: told.append(looks))
     watch.open(dict(net.named_parameters()))
     assert type(watched) is nn.Parameter
     assert type(other) is Own
@@ -119,13 +119,13 @@ def test_nothing_is_watched_where_code_was_compiled(
     net: nn.Module, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.torch_private.has_compiled", lambda: True)
-    LookWatch(lambda *looks: told.append(looks)).open(dict(net.named_parameters()))
+    AccessWatch(lambda *looks: told.append(looks)).open(dict(net.named_parameters()))
     assert all_ordinary(net)
 
 
 @pytest.fixture
-def values(net: nn.Module, told: Told) -> Iterator[LookWatch]:
-    watch = LookWatch(lambda *looks: told.append(looks), values=True)
+def values(net: nn.Module, told: Told) -> Iterator[AccessWatch]:
+    watch = AccessWatch(lambda *looks: told.append(looks), values=True)
     watch.open(dict(net.named_parameters()))
     yield watch
     watch.discard()
@@ -147,7 +147,7 @@ VALUE_LOOKS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("how", VALUE_LOOKS)
-def test_looks_at_values_are_told_of(net: nn.Module, told: Told, values: LookWatch, how: str) -> None:
+def test_looks_at_values_are_told_of(net: nn.Module, told: Told, values: AccessWatch, how: str) -> None:
     result = VALUE_LOOKS[how](net)
     assert "Noticed" not in str(result)
     assert not isinstance(result, torch.Tensor) or type(result) in (torch.Tensor, nn.Parameter)
@@ -157,7 +157,7 @@ def test_looks_at_values_are_told_of(net: nn.Module, told: Told, values: LookWat
     assert all_ordinary(net)
 
 
-def test_what_is_about_no_value_is_no_look_at_one(net: nn.Module, told: Told, values: LookWatch) -> None:
+def test_what_is_about_no_value_is_no_look_at_one(net: nn.Module, told: Told, values: AccessWatch) -> None:
     torch.optim.SGD(net.parameters(), lr=0.1).zero_grad(set_to_none=False)
     net.zero_grad()
     assert [(p.shape, p.numel(), p.requires_grad, p.grad, p.dtype) for p in net.parameters()]

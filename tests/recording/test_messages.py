@@ -14,8 +14,8 @@ from headway.collectives.live import Transfer
 from headway.diagnosis.communication import Communications, match
 from headway.diagnosis.diagnosis import Diagnosis, diagnose
 from headway.diagnosis.links import Link
-from headway.recording.connections import Use
-from headway.recording.derive import StrategySpan, link_rows, transfer_rows
+from headway.recording.connections import Use, link_rows
+from headway.recording.derive import StrategySpan, transfer_rows
 from headway.trace.events import Event, Events, Kind, Stream, inner_messages
 from headway.trace.format import Trace
 

@@ -18,7 +18,7 @@ class _NobodyLooks:
     def backward_ended(self) -> None:
         """Nothing to do."""
 
-    def looking_ends(self) -> None:
+    def script_reads_end(self) -> None:
         """Nothing to do."""
 
 
@@ -45,13 +45,13 @@ def watched() -> tuple[ModuleWatch, _Wrapper]:
     root = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     model = _Wrapper(root)
     watch = ModuleWatch(now, _NobodyLooks())
-    watch.attach(model, root)
+    watch.watch_model(model, root)
     return watch, model
 
 
 def _backwards(watch: ModuleWatch) -> list[str]:
     watch.detach()
-    return [row.name for row in watch.rows() if row.kind == Kind.BACKWARD]
+    return [row.name for row in watch.add_rows([]) if row.kind == Kind.BACKWARD]
 
 
 def test_every_module_s_backward_is_marked_in_order(watched: tuple[ModuleWatch, _Wrapper]) -> None:
@@ -89,4 +89,4 @@ def test_an_export_is_no_forward(watched: tuple[ModuleWatch, _Wrapper]) -> None:
     watch, model = watched
     torch.export.export(model.root, (torch.ones(3, 4),), strict=False)
     watch.detach()
-    assert not watch.rows()
+    assert not watch.add_rows([])

@@ -16,10 +16,10 @@ from headway.trace.folder import load_trace
 
 def profiled(folder: Path, detail: str) -> ProfiledSteps:
     steps = ProfiledSteps(detail, folder, 0, first_step=5)  # type: ignore[arg-type]
-    steps.begin()
-    for _ in range(3):
+    steps.recording_begins(0)
+    for step in range(3):
         torch.ones(8, 8) @ torch.ones(8, 8)
-        steps.end_step()
+        steps.step_ends(5 + step, 0, recorded=True)
     steps.end()
     return steps
 

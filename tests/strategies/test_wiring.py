@@ -76,12 +76,12 @@ def test_other_device_ids_are_refused(device: torch.device, ids: Any, output: An
 
 def test_inputs_are_moved_as_by_ddp() -> None:
     one = torch.ones(2)
-    inputs, kwargs = torch_private.moved_as_ddp_does((one, [one, "text"]), {"mask": one}, CPU)
+    inputs, kwargs = torch_private.move_inputs_like_ddp((one, [one, "text"]), {"mask": one}, CPU)
     assert inputs[0] is one
     assert inputs[1][1] == "text"
     assert kwargs["mask"] is one
-    assert torch_private.moved_as_ddp_does((), {}, CPU) == ((), {})
-    assert torch_private.moved_as_ddp_does((), {"mask": one}, CPU) == ((), {"mask": one})
+    assert torch_private.move_inputs_like_ddp((), {}, CPU) == ((), {})
+    assert torch_private.move_inputs_like_ddp((), {"mask": one}, CPU) == ((), {"mask": one})
 
 
 class Mark:

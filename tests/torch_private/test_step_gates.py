@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from headway.torch_private.optimizers import unhooked_step
-from headway.torch_private.optimizers import gate_steps, is_asked
+from headway.torch_private.optimizers import gate_steps, is_in_gate
 from headway.torch_private.optimizers import before_every_step
 
 open_, hooked, asked = True, [], []
@@ -39,7 +39,7 @@ scheduled = AdamW([parameter()], lr=1.0)
 taken = torch.optim.lr_scheduler.LambdaLR(scheduled, lambda _: 1.0)
 gate_steps(gate)
 gate_steps(gate)
-before_every_step(lambda optimizer, *_: hooked.append(is_asked(optimizer)))
+before_every_step(lambda optimizer, *_: hooked.append(is_in_gate(optimizer)))
 own, late = Own([parameter()], lr=1.0), Adam([parameter()], lr=1.0)
 for each in (early, own, late):
     (mine,) = each.param_groups[0]["params"]
@@ -49,7 +49,7 @@ for each in (early, own, late):
     assert each.step() == ("own" if each is own else None)
     assert torch.allclose(mine, torch.zeros(2), atol=1e-6)
     assert hooked and all(hooked), "hooks run in steps that are made"
-    assert not is_asked(each)
+    assert not is_in_gate(each)
     hooked.clear()
 assert asked == ["SGD", "SGD", "Own", "Own", "Adam", "Adam"], asked
 scheduled.step()

@@ -79,7 +79,7 @@ def recolumn(path: Path, name: str, value: float | None) -> None:
             lambda f: rewrite(f / "manifest.json", lambda d: d["ranks"][1].update(rank=0)),
             "a rank is listed twice",
         ),
-        (lambda f: rewrite(f / "manifest.json", lambda d: d["steps"].reverse()), "not in order"),
+        (lambda f: rewrite(f / "manifest.json", lambda d: d["steps"].reverse()), "out of order"),
         (
             lambda f: rewrite(f / "model.json", lambda d: d["parameters"].append(d["parameters"][0])),
             "listed twice",

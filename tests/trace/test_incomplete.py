@@ -42,7 +42,7 @@ def test_files_that_the_manifest_names_may_not(whole: Trace, tmp_path: Path) -> 
     loaded = load_trace(folder)
     assert (list(loaded.servers), len(loaded.servers[0])) == ([0], 0)
     (folder / server_file(0)).unlink()
-    with pytest.raises(TraceError, match=r"the trace lacks server 0; got 4 files; expected 5"):
+    with pytest.raises(TraceError, match=r"the trace lacks server 0; got 4 files; expected the 5 files"):
         load_trace(folder)
 
 

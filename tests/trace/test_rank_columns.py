@@ -80,7 +80,7 @@ def test_a_small_file_that_comes_to_much_is_refused_before_it_does(folder: Path)
     assert path.stat().st_size < SMALL_FILE_BYTES
     assert comes_to_bytes > 2 * TAKEN_BYTES
     grown_bytes, message = _refused(folder)
-    assert "takes more memory than a trace may" in message
+    assert "takes more memory than allowed for a trace" in message
     assert "\n" not in message
     assert grown_bytes < TAKEN_BYTES
 

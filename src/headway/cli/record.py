@@ -173,12 +173,12 @@ def _finish(staging: Path, output: Path, ended: CommandOutcome, command: tuple[s
     Raises LaunchError if nothing was recorded; if Headway was interrupted, prints a line instead.
     """
     from headway.recording.finish import finish_recording
-    from headway.recording.place import elsewhere
+    from headway.recording.place import recording_elsewhere
 
     status = ended.exit_status
-    recording_elsewhere = elsewhere(staging)
-    if recording_elsewhere is not None:
-        print(f"headway: {_outcome(*recording_elsewhere)}", file=sys.stderr)
+    other_place = recording_elsewhere(staging)
+    if other_place is not None:
+        print(f"headway: {_outcome(*other_place)}", file=sys.stderr)
         return False
     try:
         finish_recording(staging, output, None, wait_s=_patience_s(ended), incomplete=True, command=command)

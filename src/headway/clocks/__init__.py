@@ -1,8 +1,8 @@
-"""Clocks that were never compared, brought onto one by what must have come before what.
+"""Aligns the clocks of ranks by causality: nobody leaves a collective before all members have entered it.
 
-meetings_of   what ranks did together: collectives and messages, matched by name and number, never by time
-fit_clocks    offsets and drifts from them, as a linear programme, with an uncertainty a clock
-aligned       events on the clock that others were brought onto
+meetings_of   finds what ranks did together: collectives and messages, matched by name and number, never by time
+fit_clocks    computes each clock's offset, drift and uncertainty from these, by a linear program
+aligned       converts a rank's events to the reference clock
 """
 
 from headway.clocks.aligning import aligned

@@ -1,4 +1,4 @@
-"""Events moved from their own clock onto another."""
+"""Converts times between clocks, and finds which clocks can be compared at all."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from headway.trace.format import ClockFit
 
 
 def aligned(events: Events, fit: ClockFit) -> Events:
-    """The same events on the clock that ``fit`` brings them onto. What an event leaves out stays left out."""
+    """Convert events to the reference clock of ``fit``. Missing times (-1) stay missing."""
     start_ns = aligned_ns(events.start_ns, fit)
-    asked = events.enqueue_ns >= 0
+    has_enqueue = events.enqueue_ns >= 0
     return replace(
         events,
         start_ns=start_ns,
         duration_ns=np.maximum(aligned_ns(events.end_ns, fit) - start_ns, 0),
-        enqueue_ns=np.where(asked, aligned_ns(events.enqueue_ns, fit), -1),
+        enqueue_ns=np.where(has_enqueue, aligned_ns(events.enqueue_ns, fit), -1),
     )
 
 
 def aligned_ns(times_ns: Ints, fit: ClockFit) -> Ints:
-    """Times on the clock that ``fit`` brings them onto, exact to the nanosecond however large they are."""
+    """Convert times (ns) to the reference clock of ``fit``, exact to the nanosecond however large they are."""
     # Whole nanoseconds are added as integers: the sum of a large offset and a small drift would be rounded.
     whole_ns = math.floor(fit.offset_ns)
     drift = fit.drift_ppm * 1e-6
@@ -38,10 +38,10 @@ def aligned_ns(times_ns: Ints, fit: ClockFit) -> Ints:
 
 
 def fit_through(reference_ns: int, base_ns: int, offset_ns: float, drift: float) -> ClockFit:
-    """The fit that adds ``base_ns + offset_ns`` at ``reference_ns``, and ``drift`` for every nanosecond after it.
+    """The fit that adds ``base_ns + offset_ns`` at ``reference_ns``, and ``drift`` ns for every nanosecond after it.
 
-    Clocks of different epochs lie 2^60 ns apart, where floats are 256 ns apart. What the offset cannot hold is left to
-    the drift: counted from another reference it adds exactly as much.
+    Clocks of different epochs are 2^60 ns apart, where floats have a spacing of 256 ns. The remainder that the offset
+    cannot hold is expressed by moving the reference: from there, the drift adds exactly as much.
     """
     whole_ns = base_ns + round(offset_ns)
     if abs(whole_ns) >= _EXACT_NS:
@@ -56,23 +56,23 @@ _EXACT_NS = 2**50  # a float of this size holds quarters of a nanosecond
 _LEAST_DRIFT = 1e-13  # a third of a nanosecond in an hour
 
 
-_FARTHEST_NS = 2**62  # apart: beyond that times are no times, but no reason to fail
+_FARTHEST_NS = 2**62  # largest distance of clocks; absurd times are clipped rather than refused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClockComponent:
-    """Clocks that can be held against each other, the one that the others are brought onto first."""
+    """Clocks that can be compared with each other, directly or through others; the first is their reference."""
 
     clocks: tuple[int, ...]
     base_ns: tuple[int, ...]  # what to add to each clock's times, roughly
 
 
 def components(meetings: Meetings, prior: Mapping[int, ClockFit]) -> list[ClockComponent]:
-    """All clocks in components, clock 0's first. ``prior`` holds what is known of clocks against clock 0."""
-    found: set[int] = set()
-    made = []
+    """Group all clocks into components, that of clock 0 first. ``prior`` holds known fits to clock 0."""
+    visited: set[int] = set()
+    connected = []
     for first in range(len(meetings.clocks)):
-        if first in found:
+        if first in visited:
             continue
         component = {first: 0}
         _follow(meetings, component, first)
@@ -81,9 +81,9 @@ def components(meetings: Meetings, prior: Mapping[int, ClockFit]) -> list[ClockC
                 if clock not in component:
                     component[clock] = _base_ns(meetings, clock, fit)
                     _follow(meetings, component, clock)
-        found.update(component)
-        made.append(ClockComponent(tuple(component), tuple(component.values())))
-    return made
+        visited.update(component)
+        connected.append(ClockComponent(tuple(component), tuple(component.values())))
+    return connected
 
 
 def _base_ns(meetings: Meetings, clock: int, fit: ClockFit) -> int:
@@ -92,26 +92,26 @@ def _base_ns(meetings: Meetings, clock: int, fit: ClockFit) -> int:
 
 
 def _follow(meetings: Meetings, component: dict[int, int], first: int) -> None:
-    """Put the clocks into ``component`` that met ``first``, those that met these, and so on."""
+    """Add to ``component`` all clocks that met ``first``, directly or through others."""
     waiting = deque([first])
     while waiting:
         clock = waiting.popleft()
-        for other, ahead_ns in _neighbours(meetings, clock, component):
-            component[other] = min(max(component[clock] + ahead_ns, -_FARTHEST_NS), _FARTHEST_NS)
-            waiting.append(other)
+        for neighbour, ahead_ns in _neighbours(meetings, clock, component):
+            component[neighbour] = min(max(component[clock] + ahead_ns, -_FARTHEST_NS), _FARTHEST_NS)
+            waiting.append(neighbour)
 
 
-def _neighbours(meetings: Meetings, clock: int, known: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The clocks that ``clock`` met and that are not ``known``, and by how much it is ahead of each: the median."""
-    own = np.flatnonzero(meetings.clock == clock)
-    own_row = np.full(int(meetings.meeting[-1]) + 1 if len(meetings) else 0, -1, dtype=np.intp)
-    own_row[meetings.meeting[own]] = own
-    rows = np.flatnonzero(own_row[meetings.meeting] >= 0)
-    rows = rows[~np.isin(meetings.clock[rows], list(known))]
+def _neighbours(meetings: Meetings, clock: int, visited: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The clocks outside ``visited`` that ``clock`` met, and by how many ns it is ahead of each (the median)."""
+    rows_here = np.flatnonzero(meetings.clock == clock)
+    row_here = np.full(int(meetings.meeting[-1]) + 1 if len(meetings) else 0, -1, dtype=np.intp)
+    row_here[meetings.meeting[rows_here]] = rows_here
+    rows = np.flatnonzero(row_here[meetings.meeting] >= 0)
+    rows = rows[~np.isin(meetings.clock[rows], list(visited))]
     sent = (meetings.form == MESSAGE) & meetings.holds
     moment_ns: Ints = np.where(sent, meetings.arrival_ns, meetings.end_ns)
-    ahead_ns = moment_ns[own_row[meetings.meeting[rows]]] - moment_ns[rows]
+    ahead_ns = moment_ns[row_here[meetings.meeting[rows]]] - moment_ns[rows]
     order = np.lexsort((ahead_ns, meetings.clock[rows]))
-    others, first, count = np.unique(meetings.clock[rows][order], return_index=True, return_counts=True)
+    neighbours, first, count = np.unique(meetings.clock[rows][order], return_index=True, return_counts=True)
     middle_ns = ahead_ns[order[first + count // 2]]
-    return list(zip(others.tolist(), middle_ns.tolist(), strict=True))
+    return list(zip(neighbours.tolist(), middle_ns.tolist(), strict=True))

@@ -1,8 +1,8 @@
-"""Clocks: bringing every rank's monotonic clock onto rank 0's by round trips.
+"""Compares every rank's monotonic clock with rank 0's by round trips.
 
-A round trip that left at ``a``, was answered with rank 0's time ``s`` and came back at ``b`` (both on the own
-clock) bounds the offset: ``s - b <= offset <= s - a``. The fastest trip bounds it best. Trips before and after
-the recording give the drift.
+A round trip sent at ``a`` and received at ``b`` (local times), answered with rank 0's time ``s``, bounds the offset:
+``s - b <= offset <= s - a``. The fastest trip gives the tightest bound. Trips before and after the recording give the
+drift.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headway.trace.format import ClockFit
 
 ROUND_TRIPS = 24
 TIMEOUT_S = 5.0
-UNKNOWN_NS = 1e12  # the uncertainty of a clock that could not be compared: nothing finer may be concluded
+UNKNOWN_NS = 1e12  # the uncertainty of a clock that could not be compared
 _TIME = struct.Struct("!q")
 _FIRST, _LAST = b"f", b"l"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """One exchange: own time when it left, rank 0's time, own time when it came back."""
+    """One exchange: local time when sent, rank 0's time, local time when received."""
 
     sent_ns: int
     server_ns: int
@@ -34,17 +34,17 @@ class RoundTrip:
 
     @property
     def offset_ns(self) -> float:
-        """What to add to the own clock, if both ways took the same time."""
+        """What to add to the local clock, assuming that both directions took the same time."""
         return self.server_ns - (self.sent_ns + self.received_ns) / 2
 
     @property
     def uncertainty_ns(self) -> float:
-        """By how much the offset may be wrong if they did not."""
+        """The largest possible error of the offset if they did not."""
         return (self.received_ns - self.sent_ns) / 2
 
 
 def fit_clock(before: Sequence[RoundTrip], after: Sequence[RoundTrip]) -> ClockFit:
-    """Fit offset and drift from the fastest round trip before and after; drift is 0 where one is missing."""
+    """Fit offset and drift from the fastest round trips before and after; drift is 0 if either is missing."""
     trips = [min(group, key=lambda trip: trip.uncertainty_ns) for group in (before, after) if group]
     if not trips:
         return ClockFit(uncertainty_ns=UNKNOWN_NS)
@@ -60,10 +60,9 @@ def fit_clock(before: Sequence[RoundTrip], after: Sequence[RoundTrip]) -> ClockF
 
 
 class ClockServer:
-    """Answers those who know ``secret`` with rank 0's time, while a recording goes on.
+    """Serves rank 0's time to clients that know ``secret``, during a recording.
 
-    It listens on ``host``, on all addresses where that is empty, for up to ``ranks`` others at once. Raises OSError
-    where it cannot.
+    Listens on ``host`` (all addresses if empty) for up to ``ranks`` clients at once. Raises OSError if it cannot.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class ClockServer:
 def measure_round_trips(
     address: tuple[str, int], secret: bytes, *, last: bool, clock: Callable[[], int] = time.monotonic_ns
 ) -> list[RoundTrip]:
-    """Make round trips to rank 0's ClockServer; an empty list where it cannot be reached, or is none of this job."""
+    """Make round trips to rank 0's ClockServer; empty if it cannot be reached or belongs to another job."""
     trips = []
     try:
         with trusted.connect(address, secret, time.monotonic() + TIMEOUT_S) as connection:
@@ -118,7 +117,7 @@ def measure_round_trips(
                 connection.sendall(_LAST if last else _FIRST)
                 answer = connection.recv(_TIME.size)
                 received_ns = clock()
-                if len(answer) < _TIME.size:  # it has ended; eight bytes come in one piece
+                if len(answer) < _TIME.size:  # the server has ended; eight bytes arrive in one piece
                     break
                 trips.append(RoundTrip(sent_ns, _TIME.unpack(answer)[0], received_ns))
     except OSError:

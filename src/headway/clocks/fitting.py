@@ -1,4 +1,4 @@
-"""Offsets and drifts of clocks from what they saw together."""
+"""Fits clocks' offsets and drifts, with uncertainties, to the meetings of their ranks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from headway.clocks.linear_program import (
 from headway.clocks.meetings import MESSAGE, ON_DEVICES, TOGETHER, Meetings
 from headway.trace.format import ClockFit
 
-DRIFT_PPM = 100.0  # by how much two clocks drift apart at most where nothing is known of it
+DRIFT_PPM = 100.0  # the largest drift between two clocks, where nothing else limits it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """Limits of how wrong clocks may be: at ``place``, the error of ``upper`` is at most ``most_us`` above ``lower``'s.
+    """Limits on clock errors: at ``place``, the error of ``upper`` is at most ``most_us`` above that of ``lower``.
 
-    ``place`` is a time, -1 at the beginning of all meetings and 1 at their end. A limit below nought is broken by the
-    estimate itself; it is worth no more than it is broken by.
+    ``place`` is a time, -1 at the beginning of all meetings and 1 at their end. A negative limit is violated by the
+    estimate itself; its absolute value is used instead.
     """
 
     lower: Indices
@@ -54,7 +54,7 @@ class Limits:
 
 
 def errors_us(limits: Limits, nodes: int, ends: tuple[float, float], half_us: float) -> Floats:
-    """How wrong each node may be against node 0 anywhere between ``ends``; infinite where nothing limits it."""
+    """The largest possible error of each node relative to node 0 between ``ends``; infinite if nothing limits it."""
     worst = np.zeros(nodes)
     for end in ends:
         lower, upper, most_us = _at(limits, nodes, end, DRIFT_PPM * 1e-6 * half_us)
@@ -65,12 +65,12 @@ def errors_us(limits: Limits, nodes: int, ends: tuple[float, float], half_us: fl
 
 
 def _at(limits: Limits, nodes: int, end: float, drift_us: float) -> tuple[Indices, Indices, Floats]:
-    """The limits of each pair of nodes at ``end``. Errors are linear in time, so that two places limit a third."""
+    """The limits of each pair of nodes at ``end``. As errors are linear in time, two places limit a third."""
     most_us, away = np.abs(limits.most_us), np.abs(end - limits.place)
     pair, number = np.unique(limits.lower * nodes + limits.upper, return_inverse=True)
     back = (pair % nodes) * nodes + pair // nodes
-    found = np.minimum(np.searchsorted(pair, back), len(pair) - 1)
-    opposite = np.where(pair[found] == back, found, -1)
+    reverse = np.minimum(np.searchsorted(pair, back), len(pair) - 1)
+    opposite = np.where(pair[reverse] == back, reverse, -1)
     best_us = np.full(len(pair), np.inf)
     np.minimum.at(best_us, number, most_us + away * drift_us)
     near, far = _pairings(number, opposite)
@@ -82,7 +82,7 @@ def _at(limits: Limits, nodes: int, end: float, drift_us: float) -> tuple[Indice
 
 
 def _pairings(number: Indices, opposite: Indices) -> tuple[Indices, Indices]:
-    """Every limit with every limit of the same two nodes in the other direction."""
+    """Pair every limit with every limit of the same two nodes in the opposite direction."""
     order = np.argsort(number, kind="stable")
     first = np.searchsorted(number[order], np.arange(len(opposite)))
     count = np.bincount(number, minlength=len(opposite))
@@ -95,7 +95,7 @@ def _pairings(number: Indices, opposite: Indices) -> tuple[Indices, Indices]:
 
 
 def _shortest(origin: Indices, target: Indices, length_us: Floats, nodes: int) -> Floats:
-    """The shortest way from node 0 to each node."""
+    """The length of the shortest path from node 0 to each node (Bellman-Ford)."""
     way_us = np.full(nodes, np.inf)
     way_us[0] = 0.0
     for _ in range(nodes):
@@ -106,24 +106,22 @@ def _shortest(origin: Indices, target: Indices, length_us: Floats, nodes: int) -
     return way_us
 
 
-LATENCY_US = 200.0  # what waking up may take after a message has come
-DEVICE_LATENCY_US = (
-    20.0  # by how much a kernel may see the end later than another, which polls for it as well
-)
-SPREADS = 2.0  # how many times their spread ends may be off all alike, which nothing would show
-FEW = 5  # ends or bounds that contradict nothing yet
-MUCH = 0.25  # the share of bounds that are not broken by chance
+LATENCY_US = 200.0  # how long a thread may take to wake up after a message has arrived
+DEVICE_LATENCY_US = 20.0  # how much later one kernel may see the end than another; both poll for it
+SPREADS = 2.0  # how many spreads all ends of a clock may be off together, which nothing would show
+FEW = 5  # fewer ends or bounds than this contradict nothing
+MUCH = 0.25  # a larger share of violated bounds is not by chance
 
 
 def uncertainties_us(estimate: Estimate, priors: Sequence[Prior], ends: tuple[float, float]) -> Floats:
-    """How wrong each clock may be between ``ends`` (-1 and 1: those of the meetings); infinite where nothing says."""
+    """The largest error of each clock between ``ends`` (-1 and 1 are those of the meetings); infinite if unknown."""
     rows, values = estimate.rows, estimate.values
-    known = _Known.of(rows, values, priors)
+    prior_limits = _Known.of(rows, values, priors)
     agreed = _Agreed.of(estimate)
-    limits = Limits.concatenated([_bounds(rows, values), known.limits(), agreed.limits(rows.clocks)])
+    limits = Limits.concatenated([_bounds(rows, values), prior_limits.limits(), agreed.limits(rows.clocks)])
     nodes = rows.clocks + int(agreed.company.max(initial=-1)) + 1
     errors = errors_us(limits, nodes, ends, rows.half_us)[: rows.clocks]
-    for clock, broken_us in (known.broken(), agreed.broken(), _broken_bounds(rows, values)):
+    for clock, broken_us in (prior_limits.broken(), agreed.broken(), _broken_bounds(rows, values)):
         np.maximum.at(errors, clock, broken_us)
     errors = np.maximum(errors, estimate.doubt_us)
     errors[0] = 0.0
@@ -139,7 +137,7 @@ def _bounds(rows: Rows, values: Floats) -> Limits:
 
 
 def _broken_bounds(rows: Rows, values: Floats) -> tuple[Indices, Floats]:
-    """Clocks by which, for a while, much that came after something came before it; and by how much."""
+    """Clocks whose causal bounds are violated in a large share of some stretch of time, and by how many us."""
     every = waited(rows, values)
     cell = rows.clock[every.holder] * rows.clocks * STRETCHES + rows.cell[every.waiter]
     cells, cell, met = np.unique(cell, return_inverse=True, return_counts=True)
@@ -151,7 +149,7 @@ def _broken_bounds(rows: Rows, values: Floats) -> tuple[Indices, Floats]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """Priors: by how much each is above the estimate at both ends."""
+    """The priors' offsets relative to the estimate, at both ends of the time."""
 
     clock: Indices
     place: Floats
@@ -181,9 +179,10 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Agreed:
-    """Ends, a cell for each clock in each company and stretch of time: how far after the company's, and how surely.
+    """Agreement of ends, for each clock, company (set of clocks that meet) and stretch of time.
 
-    A company is a node of its own, whose ends are the median of its clocks'.
+    ``off_us`` is how much later than its company a clock saw the ends, ``each_us`` the uncertainty of that. A company
+    is a node of its own, whose ends are the median of its clocks'.
     """
 
     clock: Indices
@@ -201,7 +200,7 @@ class _Agreed:
         cells, cell, count = np.unique(cell, return_inverse=True, return_counts=True)
         weight = 1 / trusted_us(rows, spread_us)
         members = np.bincount(rows.meeting)[rows.meeting]
-        # In a ring the last message reaches members one after another; none can have waited longer than it all took.
+        # In a ring, the last message reaches one member after another; nobody can wait longer than the whole took.
         slowest_us = np.where(
             rows.form == ON_DEVICES, DEVICE_LATENCY_US, LATENCY_US + rows.took_us / np.maximum(members - 1, 1)
         )
@@ -230,12 +229,12 @@ class _Agreed:
 
     def broken(self) -> tuple[Indices, Floats]:
         some = self.count >= FEW
-        # Of two clocks each is off by half of what they are apart.
+        # With two clocks, each is off by half of their distance.
         return self.clock[some], 2 * (np.abs(self.off_us) - self.each_us)[some]
 
 
 def _unsteady_us(off_us: Floats, groups: Indices) -> Floats:
-    """For each cell by how much ends are off at one time more than they usually are: so much may pass unseen at any."""
+    """For each cell, the largest deviation of its group from the usual: that much may go unnoticed at any time."""
     names, group = np.unique(groups, return_inverse=True)
     usual_us = medians(off_us, group, np.ones(len(group)), len(names))
     most_us = np.zeros(len(names))
@@ -244,23 +243,21 @@ def _unsteady_us(off_us: Floats, groups: Indices) -> Floats:
     return unsteady
 
 
-FLAW = 8.0  # how many times the usual an end is off to be left out
-DOUBTED = 0.2  # what share of a clock's rows may be left out without a doubt
+FLAW = 8.0  # ends off by more than this many usual deviations are outliers
+DOUBTED = 0.2  # the share of a clock's rows that may be outliers without casting doubt on the clock
 
 
-# The estimate: a first linear programme to see what is far off, and a second one without it and with all bounds.
-#
-# Two things are known of clocks that met. The members of a collective end together, which says best how clocks stand when
-# networks are steady, but is wrong by as much as one host is always slower to notice. And nobody who waits is through
-# before the last has come, which bounds clocks from both sides; where these bounds are close, their middle is better than
-# what ends say. The programme weighs the two, and what was known before.
+# Clocks that met are related in two ways. The members of a collective end together, which is the better estimate on a
+# steady network, but is biased if one host always notices the end later. And nobody who waits finishes before the last
+# member has arrived, which bounds clocks from both sides; where bounds are close, their middle is the better estimate.
+# A first linear program finds outliers; a second one, without them and with all bounds, weighs both and the priors.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """Offsets, then drifts; the rows that they are from, and for each row by how much its end may be off.
+    """Offsets, then drifts (``values``), the rows used, and each row's spread.
 
-    ``doubt_us`` says for each clock by how much it is off where more rows than a few had to be left out, else 0.
+    ``doubt_us`` is, for each clock, how far off its outliers are if there were more than a few; else 0.
     """
 
     values: Floats
@@ -270,7 +267,7 @@ class Estimate:
 
 
 def estimated(rows: Rows, priors: Sequence[Prior]) -> Estimate:
-    """Offsets and drifts of the clocks of a component; the first one's are 0."""
+    """Estimate offsets and drifts of a component's clocks; the first clock's are 0."""
     first = Terms(rows, USUAL_US + rows.took_us)
     first.put_ends()
     first.put_messages(waited(rows, np.zeros(2 * rows.clocks)))
@@ -280,7 +277,7 @@ def estimated(rows: Rows, priors: Sequence[Prior]) -> Estimate:
     every, sound = rows, _sound(rows, values)
     rows = every.where(sound)
     trusted = trusted_us(rows, spreads_us(rows, values))
-    for _ in range(2):  # once more, for then it is seen better which bounds are the tightest
+    for _ in range(2):  # twice, as a better estimate shows better which bounds are the tightest
         second = Terms(rows, trusted)
         second.put_ends()
         second.put_bounds(tightest(rows, waited(rows, values)))
@@ -291,7 +288,7 @@ def estimated(rows: Rows, priors: Sequence[Prior]) -> Estimate:
 
 
 def _sound(rows: Rows, values: Floats) -> npt.NDArray[np.bool_]:
-    """Which rows are not far off: neither of another instance of the same collective nor mistimed."""
+    """Which rows are not outliers, such as mistimed rows or rows matched to another instance of a collective."""
     far_us = FLAW * spreads_us(rows, values)
     together = apart_us(rows, values) <= far_us + rows.took_us
     sound: npt.NDArray[np.bool_] = together | (rows.form == MESSAGE)
@@ -317,27 +314,27 @@ def _doubt_us(rows: Rows, sound: npt.NDArray[np.bool_], values: Floats) -> Float
 def fit_clocks(
     meetings: Meetings, clocks: Sequence[str], *, prior: Mapping[str, ClockFit] | None = None
 ) -> dict[str, ClockFit]:
-    """Bring ``clocks`` onto the first of them.
+    """Align ``clocks`` with the first of them.
 
-    ``prior`` is what is known of clocks already, by round trips say: how each is brought onto the first, to within its
-    uncertainty. It is used together with what the meetings say. The uncertainty of a fit holds from the first to the
-    last event of all clocks. A clock that cannot be held against the first, neither directly nor through others, has
-    UNKNOWN_NS; such clocks are brought onto each other where they met. Meetings that contradict each other raise no
-    error: the uncertainty grows. Raises UserError where scipy is missing.
+    ``prior`` holds fits to the first clock that are already known, by round trips for example, with their uncertainty;
+    they are combined with the meetings. The uncertainty of a fit holds from the first to the last event of all clocks.
+    A clock that cannot be compared with the first, directly or through others, has uncertainty UNKNOWN_NS; such clocks
+    are aligned with each other if they met. Contradictory meetings raise no error, but increase the uncertainty.
+    Raises UserError if scipy is missing.
     """
-    known = {name: fit for name, fit in (prior or {}).items() if fit.uncertainty_ns < UNKNOWN_NS}
+    usable = {name: fit for name, fit in (prior or {}).items() if fit.uncertainty_ns < UNKNOWN_NS}
     meetings = _ordered(meetings, clocks)
     fits: dict[str, ClockFit] = {}
     index = {name: number for number, name in enumerate(meetings.clocks)}
-    by_number = {index[name]: fit for name, fit in known.items() if name in index and name != clocks[0]}
+    by_number = {index[name]: fit for name, fit in usable.items() if name in index and name != clocks[0]}
     for number, component in enumerate(components(meetings, by_number)):
-        for clock, fit in _fitted(meetings, component, by_number, known=number == 0):
+        for clock, fit in _fitted(meetings, component, by_number, has_reference=number == 0):
             fits[meetings.clocks[clock]] = fit
     return {name: fits[name] for name in clocks}
 
 
 def _ordered(meetings: Meetings, clocks: Sequence[str]) -> Meetings:
-    """The same meetings, with clocks counted as in ``clocks``."""
+    """Renumber the meetings' clocks in the order of ``clocks``."""
     names = tuple(dict.fromkeys([*clocks, *meetings.clocks]))
     index = {name: number for number, name in enumerate(names)}
     number = np.array([index[name] for name in meetings.clocks], dtype=np.intp)
@@ -353,23 +350,23 @@ def _ordered(meetings: Meetings, clocks: Sequence[str]) -> Meetings:
 
 
 def _fitted(
-    meetings: Meetings, component: ClockComponent, prior: Mapping[int, ClockFit], *, known: bool
+    meetings: Meetings, component: ClockComponent, prior: Mapping[int, ClockFit], *, has_reference: bool
 ) -> Iterator[tuple[int, ClockFit]]:
-    """The fits of a component's clocks. ``known`` says that its first is the one that all are to be brought onto."""
+    """Fit the clocks of a component. ``has_reference``: its first clock is the reference that all are aligned with."""
     rows, middle_ns = rows_of(meetings, component)
     met = set(np.unique(rows.clock).tolist())
     priors = [
         _prior(number, prior[clock], base_ns, middle_ns, rows.half_us)
         for number, (clock, base_ns) in enumerate(zip(component.clocks, component.base_ns, strict=True))
-        if known and number in met and clock in prior
+        if has_reference and number in met and clock in prior
     ]
     estimate = estimated(rows, priors)
     errors_us = uncertainties_us(estimate, priors, _ends(meetings, component, met, middle_ns, rows.half_us))
     for number, (clock, base_ns) in enumerate(zip(component.clocks, component.base_ns, strict=True)):
-        sure = known and bool(np.isfinite(errors_us[number]))
+        sure = has_reference and bool(np.isfinite(errors_us[number]))
         error_ns = min((errors_us[number] + FINEST_US) * 1e3, UNKNOWN_NS) if sure else UNKNOWN_NS
         if number == 0:
-            yield clock, ClockFit(uncertainty_ns=0.0 if known else UNKNOWN_NS)
+            yield clock, ClockFit(uncertainty_ns=0.0 if has_reference else UNKNOWN_NS)
         elif number in met:
             offset_us, moved_us = estimate.values[number], estimate.values[rows.clocks + number]
             fit = fit_through(
@@ -390,7 +387,7 @@ def _prior(number: int, fit: ClockFit, base_ns: int, middle_ns: int, half_us: fl
 def _ends(
     meetings: Meetings, component: ClockComponent, met: set[int], middle_ns: int, half_us: float
 ) -> tuple[float, float]:
-    """When the first and the last was recorded on clocks that met; -1 and 1 are the ends of their meetings."""
+    """The first and last recorded time of clocks that met, where -1 and 1 are the ends of their meetings."""
     first, last = -1.0, 1.0
     for number in met:
         clock, base_ns = component.clocks[number], component.base_ns[number]

@@ -1,4 +1,4 @@
-"""The linear programme for clocks: its rows, its terms, and values at which what should be zero is off by the least."""
+"""The linear program that fits clocks: its rows (meetings), its terms, and its solver."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from headway.errors import UserError, how_to_install
 
 
 def medians(values: Floats, groups: Indices, weights: Floats, count: int, *, share: float = 0.5) -> Floats:
-    """The weighted median, or what ``share`` of values is below, of each of ``count`` groups; nan where it has none."""
+    """The weighted median, or the quantile ``share``, of each of ``count`` groups; nan for an empty group."""
     order = np.lexsort((values, groups))
     values, groups, weights = values[order], groups[order], weights[order]
     reached = np.cumsum(weights)
     first = np.searchsorted(groups, np.arange(count))
     last = np.searchsorted(groups, np.arange(count), side="right")
     before = np.where(first > 0, reached[first - 1], 0.0) if len(values) else np.zeros(count)
-    found = np.full(count, np.nan)
+    result = np.full(count, np.nan)
     some = last > first
     wanted = before[some] * (1 - share) + reached[last[some] - 1] * share
     place = np.clip(np.searchsorted(reached, wanted), first[some], last[some] - 1)
-    found[some] = values[place]
-    return found
+    result[some] = values[place]
+    return result
 
 
-STRETCHES = 8  # of the time, each with bounds of its own, between which drifts show
+STRETCHES = 8  # the time is cut into this many, each with its own bounds, so that drifts show between them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What the clocks of one component saw. Times are microseconds since the middle, after a rough alignment.
+    """The meetings of one component's clocks, one row per clock and meeting.
 
-    Unknowns of a clock are its offset (us) and its drift (us from the middle to the ends, where ``half_us`` lies).
+    Times are microseconds from the middle of the time, after a rough alignment. The unknowns of a clock are its offset
+    (us) and its drift (us from the middle to either end, which is ``half_us`` away).
     """
 
     clocks: int
@@ -55,7 +56,7 @@ class Rows:
         return len(self.meeting)
 
     def where(self, picked: Flags) -> Rows:
-        """The rows that ``picked`` picks, of meetings that still are between several; meetings are renumbered."""
+        """The rows selected by ``picked``, without meetings left with one row; meetings are renumbered."""
         left = np.bincount(self.meeting[picked], minlength=self.meetings)
         picked = picked & (left[self.meeting] > 1)
         _, meeting = np.unique(self.meeting[picked], return_inverse=True)
@@ -93,9 +94,9 @@ class Rows:
 
     @property
     def took_us(self) -> Floats:
-        """For each row how long its meeting took after all had arrived, by the clock of the last to arrive.
+        """For each row, how long its meeting took after all had arrived, by the clock of the last to arrive.
 
-        Where members need not wait for each other it may have been as long as the longest of them took.
+        If members need not wait for each other, it is as long as the slowest of them took.
         """
         own_us = np.maximum(self.end_us - self.arrival_us, 0.0)
         first = self.first
@@ -106,39 +107,39 @@ class Rows:
 
 
 def rows_of(meetings: Meetings, component: ClockComponent) -> tuple[Rows, int]:
-    """The rows of a component's clocks, and the time on its first clock from which they are counted."""
+    """The rows of a component's clocks, and the time on its first clock that is their zero."""
     place = np.full(len(meetings.clocks), -1, dtype=np.intp)
     place[list(component.clocks)] = np.arange(len(component.clocks))
-    own = np.flatnonzero(place[meetings.clock] >= 0)
-    clock = place[meetings.clock[own]]
+    picked = np.flatnonzero(place[meetings.clock] >= 0)
+    clock = place[meetings.clock[picked]]
     base_ns = np.array(component.base_ns, dtype=np.int64)[clock]
-    arrival_ns, end_ns = meetings.arrival_ns[own] + base_ns, meetings.end_ns[own] + base_ns
-    middle_ns = int(end_ns.min()) + (int(end_ns.max()) - int(end_ns.min())) // 2 if len(own) else 0
+    arrival_ns, end_ns = meetings.arrival_ns[picked] + base_ns, meetings.end_ns[picked] + base_ns
+    middle_ns = int(end_ns.min()) + (int(end_ns.max()) - int(end_ns.min())) // 2 if len(picked) else 0
     end_us = (end_ns - middle_ns) / 1e3
     half_us = max(float(np.abs(end_us).max(initial=0.0)), 1.0)
-    _, meeting = np.unique(meetings.meeting[own], return_inverse=True)
+    _, meeting = np.unique(meetings.meeting[picked], return_inverse=True)
     rows = Rows(
         clocks=len(component.clocks),
         half_us=half_us,
         meeting=meeting,
         clock=clock,
-        company=meetings.company[own],
-        # Who came long before anything ended bounds nothing, however long before.
+        company=meetings.company[picked],
+        # An arrival long before any end bounds nothing, however long before.
         arrival_us=np.clip((arrival_ns - middle_ns) / 1e3, -2 * half_us, 2 * half_us),
         end_us=end_us,
-        holds=meetings.holds[own],
-        waits=meetings.waits[own],
-        form=meetings.form[own],
+        holds=meetings.holds[picked],
+        waits=meetings.waits[picked],
+        form=meetings.form[picked],
     )
     return rows, middle_ns
 
 
-MANY = 8  # meetings of which the tightest is not believed: it may be a flaw
+MANY = 8  # from this many meetings on, the tightest bound is skipped as a possible outlier
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bounds:
-    """Rows that waited for others: ``slack_us`` is by how much they were through after those had come."""
+    """Rows that waited for others: ``slack_us`` is how long after the holder's arrival the waiter ended."""
 
     waiter: Indices
     holder: Indices
@@ -150,7 +151,7 @@ class Bounds:
 
 
 def waited(rows: Rows, values: Floats) -> Bounds:
-    """Every row that waits, with the last that it waits for."""
+    """Every waiting row, with the last row to arrive of those that it waits for."""
     arrival_us = rows.arrival_us + rows.shift_us(values, rows.arrival_us)
     end_us = rows.end_us + rows.shift_us(values, rows.end_us)
     order = np.lexsort((-arrival_us, ~rows.holds, rows.meeting))
@@ -171,23 +172,23 @@ def tightest(rows: Rows, every: Bounds) -> Bounds:
 
 
 def opposite(rows: Rows, bounds: Bounds) -> Indices:
-    """For each of the tightest bounds the one of the same pair and stretch in the other direction, or -1."""
-    one, other = rows.clock[bounds.waiter], rows.clock[bounds.holder]
+    """The index of the bound for the same pair and stretch in the opposite direction, for each bound; -1 if none."""
+    waiter, holder = rows.clock[bounds.waiter], rows.clock[bounds.holder]
     stretch = rows.stretch[bounds.waiter]
-    key = (one * rows.clocks + other) * STRETCHES + stretch
-    back = (other * rows.clocks + one) * STRETCHES + stretch
+    key = (waiter * rows.clocks + holder) * STRETCHES + stretch
+    back = (holder * rows.clocks + waiter) * STRETCHES + stretch
     order = np.argsort(key)
     place = np.minimum(np.searchsorted(key[order], back), len(key) - 1) if len(key) else key
-    found = order[place]
-    return np.where(key[found] == back, found, -1)
+    candidate = order[place]
+    return np.where(key[candidate] == back, candidate, -1)
 
 
-FINEST_US = 1.0  # nothing is recorded finer than this
-SHARE = 0.1  # of the time that a meeting took, by how much its ends may be apart unseen
+FINEST_US = 1.0  # the resolution of recorded times
+SHARE = 0.1  # the share of a meeting's duration by which its ends may differ unnoticed
 
 
 def off_by_us(rows: Rows, values: Floats) -> Floats:
-    """By how much each end is after the median of its meeting's."""
+    """How much later each end is than the median end of its meeting."""
     end_us = rows.end_us + rows.shift_us(values, rows.end_us)
     first = rows.first
     count = np.diff(np.append(first, len(rows)))
@@ -198,46 +199,43 @@ def off_by_us(rows: Rows, values: Floats) -> Floats:
 
 
 def apart_us(rows: Rows, values: Floats) -> Floats:
-    """How far each end is from others of its meeting: of two clocks each is off their middle by half of that."""
+    """How far each end is from the others of its meeting; with two clocks, twice the distance from their middle."""
     two = np.bincount(rows.meeting)[rows.meeting] == 2
     apart: Floats = np.abs(off_by_us(rows, values)) * np.where(two, 2.0, 1.0)
     return apart
 
 
 def spreads_us(rows: Rows, values: Floats) -> Floats:
-    """For each row by how much the ends of meetings that took about as long are usually apart, as a deviation."""
+    """For each row, the usual deviation of ends in meetings of similar duration and the same form."""
     kind = np.log2(rows.took_us + FINEST_US).astype(np.intp) + 64 * rows.form.astype(np.intp)
     off_us = medians(np.abs(off_by_us(rows, values)), kind, np.ones(len(rows)), 256)
-    # Twice, for two clocks' sake, of which each is off by half of what they are apart.
+    # Twice, because with two clocks each is off by half of their distance.
     spread: Floats = 2 * 1.4826 * off_us[kind] + FINEST_US
     return spread
 
 
 def trusted_us(rows: Rows, spread_us: Floats) -> Floats:
-    """How far each end is trusted: what nothing would show grows with the time that its meeting took."""
+    """The assumed error of each end; its unnoticed part grows with the duration of the meeting."""
     trusted: Floats = spread_us + SHARE * rows.took_us
     return trusted
 
 
-FARTHEST = 1e9  # off nought: what is farther off is far enough off
+FARTHEST = 1e9  # constants are clipped to this
 LEAST_COST, COST_UNIT = 1e-7, 1e4
-LIMIT_S = 15.0  # for numbers that no recording has, solvers may run in components
+LIMIT_S = 15.0  # time limit: on absurd numbers a solver may cycle
 
 Factors = tuple[Indices, Floats]
-"""One unknown of each term, and its factor."""
-
-
-# The linear programme: values for unknowns at which what should be nought is off by the least.
-#
-# Every term is linear in the unknowns and costs so much a unit above nought and so much a unit below. That is regression
-# in the sense of least absolute deviations: a few terms that are far off move it little. Where one side costs much it is
-# a bound. What is solved is the dual, which has a bounded variable for each term and an equation for each unknown: that
-# takes a tenth of the time.
+"""One unknown of each term, and its coefficient."""
 
 
 @dataclass(slots=True)
-class Programme:
-    """Terms, put in many at a time. Unknowns are known by number; those in no term come out as 0."""
+class LinearProgram:
+    """Minimises a sum of terms, each linear in the unknowns, with costs per unit above and below zero.
+
+    This is least absolute deviations: a few outliers have little influence. A term with a high cost on one side is a
+    bound. The dual is solved, with a bounded variable per term and an equation per unknown, which is ten times faster.
+    Unknowns are numbered; those in no term are 0.
+    """
 
     unknowns: int
     _constants: list[Floats] = field(default_factory=list)
@@ -249,9 +247,9 @@ class Programme:
     def add(
         self, constant: Floats, *factors: Factors, above: Floats | float = 0.0, below: Floats | float = 0.0
     ) -> None:
-        """Put in terms ``constant + Σ factor · unknown``, which cost ``above`` or ``below`` a unit off nought.
+        """Add terms ``constant + Σ factor · unknown``, which cost ``above`` or ``below`` per unit above or below zero.
 
-        What costs infinitely much is a bound; each needs a side that costs nothing, and together they must leave a way.
+        An infinite cost is a hard bound. Its other side must cost nothing, and all hard bounds together be feasible.
         """
         term = self._terms + np.arange(len(constant))
         self._terms += len(constant)
@@ -261,9 +259,9 @@ class Programme:
         self._entries += [(unknown, term, factor) for unknown, factor in factors]
 
     def solve(self, without: tuple[int, ...] = ()) -> Floats:
-        """The value of each unknown; those of ``without`` are 0.
+        """Solve for the unknowns; those in ``without`` are fixed at 0.
 
-        All are 0 where no solution is found in time. Raises UserError where scipy is missing.
+        All are 0 if no solution is found in time. Raises UserError if scipy is missing.
         """
         try:
             from scipy.optimize import linprog  # type: ignore[import-untyped]
@@ -283,7 +281,7 @@ class Programme:
         used, row = np.unique(row[free], return_inverse=True)
         factors = coo_matrix((factor[free], (row, column[free])), shape=(len(used), self._terms)).tocsr()
         for method in ("highs-ipm", "highs-ds"):  # the faster one first
-            found = linprog(
+            solution = linprog(
                 -constants,
                 A_eq=factors,
                 b_eq=np.zeros(len(used)),
@@ -291,14 +289,14 @@ class Programme:
                 method=method,
                 options={"time_limit": LIMIT_S},
             )
-            if found.status == 0:
-                values[used] = found.eqlin.marginals
+            if solution.status == 0:
+                values[used] = solution.eqlin.marginals
                 break
         return values
 
 
 def _in_bounds(above: Floats, below: Floats) -> tuple[Floats, Floats]:
-    """Costs of a size that solvers like, the least of them raised to a small part of the largest."""
+    """Scale the costs to a range that solvers handle well, raising the smallest to a small part of the largest."""
     dearest = max(float(cost[np.isfinite(cost)].max(initial=0.0)) for cost in (above, below)) or 1.0
     scaled = [
         np.where(cost > 0, np.maximum(cost / dearest, LEAST_COST), 0.0) * COST_UNIT for cost in (above, below)
@@ -308,26 +306,20 @@ def _in_bounds(above: Floats, below: Floats) -> tuple[Floats, Floats]:
 
 MAX_DRIFT_PPM = 500.0
 UNUSUAL_DRIFT_PPM = 100.0
-USUAL_DRIFT_PPM = 50.0  # what quartz keeps to
-UNUSUAL = 0.25  # what an unusual drift costs, against all else, of which half speaks for a true one
-USUAL_US = 20.0  # what comparisons are off by at least
-LOOSENESS = 10.0  # how much less an end counts where members end when they like
-MESSAGE_US = 10_000.0  # a message counts as little as an end that may be off by this
-# Costs against all else that is said of a clock: a bound outweighs a prior (which has two ends), and that ends.
+USUAL_DRIFT_PPM = 50.0  # the tolerance of quartz clocks
+UNUSUAL = 0.25  # cost of an unusual drift, relative to all else; half of all else supports a true one
+USUAL_US = 20.0  # the least error of any comparison
+LOOSENESS = 10.0  # how much less an end counts if members do not end together
+MESSAGE_US = 10_000.0  # a message counts as little as an end with this error
+# Costs relative to all other terms of a clock: a bound outweighs a prior (which has two ends), and a prior all ends.
 BOUND = 3.0
 PRIOR = 0.75
-CENTRE = 2.0  # where bounds are no farther apart than so many spreads of ends, their middle outweighs ends
-
-
-# What the linear programme weighs: ends, messages, bounds, priors and drifts, as terms of clocks' offsets and drifts.
-#
-# Its unknowns are an offset for each clock (microseconds), a drift for each clock (microseconds from the middle of the
-# time to either end), and the common end of each meeting.
+CENTRE = 2.0  # if bounds are closer than this many spreads of ends, their middle outweighs ends
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is known of a clock of a component: what to add to its times at both ends of meetings, and how surely."""
+    """A known fit of a clock: what to add to its times at the first and last meeting, with its uncertainty."""
 
     clock: int
     first_us: float
@@ -336,36 +328,40 @@ class Prior:
 
 
 class Terms:
-    """The terms of one programme over the rows of a component. ``trusted_us`` says how far each row's end is."""
+    """The linear program for a component's clocks: terms for ends, messages, bounds, priors and drifts.
+
+    The unknowns are each clock's offset (us), each clock's drift (us from the middle of the time to either end), and
+    the common end of each meeting. ``trusted_us`` is the assumed error of each row's end.
+    """
 
     def __init__(self, rows: Rows, trusted_us: Floats) -> None:
         self._rows = rows
-        self._programme = Programme(2 * rows.clocks + rows.meetings)
+        self._program = LinearProgram(2 * rows.clocks + rows.meetings)
         self._ends = np.flatnonzero(rows.form != MESSAGE)
         self._weight = (1 / (trusted_us * np.where(rows.form == LOOSE, LOOSENESS, 1.0)))[self._ends]
         self._pull = np.bincount(rows.clock[self._ends], self._weight, rows.clocks).astype(np.float64)
 
     def solve(self) -> Floats:
-        """Offsets, then drifts, of all clocks; the first one keeps its time."""
+        """Offsets, then drifts, of all clocks; the first clock's are 0."""
         clocks = self._rows.clocks
-        return self._programme.solve(without=(0, clocks))[: 2 * clocks]
+        return self._program.solve(without=(0, clocks))[: 2 * clocks]
 
     def put_ends(self) -> None:
-        """The members of a meeting end together."""
+        """Add the terms by which the members of a meeting end together."""
         rows, ends = self._rows, self._ends
         common = (2 * rows.clocks + rows.meeting[ends], np.full(len(ends), -1.0))
-        # The common end is counted from one of the ends, for the sake of small numbers.
+        # The common end is relative to one of the ends, to keep numbers small.
         since_us = rows.end_us[ends] - rows.end_us[rows.first][rows.meeting[ends]]
         moments = _moment(rows, ends, rows.end_us)
-        self._programme.add(since_us, *moments, common, above=self._weight, below=self._weight)
+        self._program.add(since_us, *moments, common, above=self._weight, below=self._weight)
 
     def put_messages(self, bounds: Bounds) -> None:
-        """Messages come soon after they are sent, and never before: enough to see which cannot be true."""
+        """Add the terms by which messages arrive soon after they are sent, and never before: enough to see outliers."""
         sent = bounds.where(self._rows.form[bounds.waiter] == MESSAGE)
-        self._programme.add(*_slack(self._rows, sent), above=1 / MESSAGE_US, below=BOUND / MESSAGE_US)
+        self._program.add(*_slack(self._rows, sent), above=1 / MESSAGE_US, below=BOUND / MESSAGE_US)
 
     def put_bounds(self, bounds: Bounds) -> None:
-        """Bounds cost much to break; and between bounds in both directions clocks are best in the middle."""
+        """Add the causal bounds, costly to violate, and a pull to the middle between bounds in both directions."""
         rows = self._rows
         back = opposite(rows, bounds)
         both = np.flatnonzero(back >= 0)
@@ -375,25 +371,30 @@ class Terms:
         )
         once = both[back[both] > both]
         forth, to = _slack(rows, bounds.where(once), 0.5), _slack(rows, bounds.where(back[once]), -0.5)
-        self._programme.add(forth[0] + to[0], *forth[1:], *to[1:], above=centre[once], below=centre[once])
+        self._program.add(forth[0] + to[0], *forth[1:], *to[1:], above=centre[once], below=centre[once])
         np.add.at(self._pull, rows.clock[bounds.waiter[both]], centre[both])
         pull = np.bincount(rows.cell[self._ends], self._weight, minlength=rows.clocks * STRETCHES)
         below = BOUND * (pull[rows.cell[bounds.waiter]] + centre + 1 / MESSAGE_US)
-        self._programme.add(*_slack(rows, bounds), above=1e-3 / MESSAGE_US, below=below)
+        self._program.add(*_slack(rows, bounds), above=1e-3 / MESSAGE_US, below=below)
 
     def _centre(self, bounds: Bounds, apart_us: Floats) -> Floats:
-        """What it costs to be off the middle: as much for each end in that stretch, shared by a clock's partners."""
+        """The cost of being off the middle: in proportion to the ends in that stretch, divided by a clock's partners."""
         rows, cells = self._rows, self._rows.clocks * STRETCHES
-        own = rows.cell[bounds.waiter]
-        other = rows.clock[bounds.holder] * STRETCHES + rows.stretch[bounds.waiter]
+        waiter_cell = rows.cell[bounds.waiter]
+        holder_cell = rows.clock[bounds.holder] * STRETCHES + rows.stretch[bounds.waiter]
         ends = np.bincount(rows.cell[self._ends], minlength=cells)
-        partners = np.bincount(own, minlength=cells)
-        count = np.maximum(np.minimum(ends[own], ends[other]), 1) / np.maximum(partners[own], partners[other])
+        partners = np.bincount(waiter_cell, minlength=cells)
+        count = np.maximum(np.minimum(ends[waiter_cell], ends[holder_cell]), 1) / np.maximum(
+            partners[waiter_cell], partners[holder_cell]
+        )
         centre: Floats = CENTRE * count / np.maximum(apart_us, FINEST_US)
         return centre
 
     def put_priors(self, priors: Sequence[Prior], *, firmly: bool) -> None:
-        """A prior counts as one meeting; ``firmly`` beyond its uncertainty more than all ends, which come before."""
+        """Add the priors, each counting as one meeting. ``firmly``: beyond its uncertainty it outweighs all ends.
+
+        The terms for ends and bounds must have been added before.
+        """
         if not priors:
             return
         clock = np.repeat([prior.clock for prior in priors], 2)
@@ -402,30 +403,30 @@ class Terms:
         surely_us = np.repeat([prior.uncertainty_us for prior in priors], 2)
         moment = (clock, np.ones(len(clock))), (self._rows.clocks + clock, place)
         weight = 1 / (surely_us + USUAL_US)
-        self._programme.add(-known_us, *moment, above=weight, below=weight)
+        self._program.add(-known_us, *moment, above=weight, below=weight)
         if firmly:
             much = PRIOR * self._pull[clock] + weight
-            self._programme.add(-known_us - surely_us, *moment, above=much)
-            self._programme.add(-known_us + surely_us, *moment, below=much)
+            self._program.add(-known_us - surely_us, *moment, above=much)
+            self._program.add(-known_us + surely_us, *moment, below=much)
 
     def put_drifts(self) -> None:
-        """Drifts cost a little, so that they are not made of noise; unusual ones much; and some no clock has."""
+        """Add the costs of drifts: low in general, to avoid fitting noise, high for unusual drifts, and a hard limit."""
         rows = self._rows
         drift = rows.clocks + np.arange(1, rows.clocks)
         factor = (drift, np.ones(len(drift)))
         little = 1 / (USUAL_DRIFT_PPM * 1e-6 * rows.half_us + FINEST_US)
-        self._programme.add(np.zeros(len(drift)), factor, above=little, below=little)
+        self._program.add(np.zeros(len(drift)), factor, above=little, below=little)
         unusual_us = np.full(len(drift), UNUSUAL_DRIFT_PPM * 1e-6 * rows.half_us)
         much: Floats = UNUSUAL * self._pull[1:]
-        self._programme.add(-unusual_us, factor, above=much)
-        self._programme.add(unusual_us, factor, below=much)
+        self._program.add(-unusual_us, factor, above=much)
+        self._program.add(unusual_us, factor, below=much)
         limit_us = np.full(len(drift), MAX_DRIFT_PPM * 1e-6 * rows.half_us)
-        self._programme.add(-limit_us, factor, above=np.inf)
-        self._programme.add(limit_us, factor, below=np.inf)
+        self._program.add(-limit_us, factor, above=np.inf)
+        self._program.add(limit_us, factor, below=np.inf)
 
 
 def _moment(rows: Rows, picked: Indices, times_us: Floats, factor: float = 1.0) -> tuple[Factors, Factors]:
-    """The unknown part of the times of some rows: their clocks' offsets and drifts."""
+    """The factors of offset and drift in the times of the ``picked`` rows."""
     clock, ones = rows.clock[picked], np.full(len(picked), factor)
     return (clock, ones), (rows.clocks + clock, factor * times_us[picked] / rows.half_us)
 
@@ -433,7 +434,7 @@ def _moment(rows: Rows, picked: Indices, times_us: Floats, factor: float = 1.0) 
 def _slack(
     rows: Rows, bounds: Bounds, factor: float = 1.0
 ) -> tuple[Floats, Factors, Factors, Factors, Factors]:
-    """By how much waiters were through after those they waited for had come."""
+    """The constant and factors of the bounds' slack: the waiter's end minus the holder's arrival."""
     known_us = factor * (rows.end_us[bounds.waiter] - rows.arrival_us[bounds.holder])
     return (
         known_us,

@@ -1,4 +1,4 @@
-"""What members of different clocks did together: where one clock can be held against another."""
+"""Finds the meetings of clocks: collectives and messages between ranks, by which clocks can be compared."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Keys = npt.NDArray[np.uint64]
 Forms = npt.NDArray[np.int8]
 
 TOGETHER, LOOSE, MESSAGE, ON_DEVICES = 0, 1, 2, 3
-"""Forms: all members end together and after all have come; members end when they like; a send and its receive; kernels,
-of which all members end together but for what a link's latency takes.
+"""Forms of meetings. TOGETHER: all members end together, after all have arrived; LOOSE: members end independently;
+MESSAGE: a send and its receive; ON_DEVICES: kernels, whose members end together except for a link's latency.
 """
 
-MAX_OF_A_KIND = 10_000  # of one rank: of more, a part is looked at
+MAX_OF_A_KIND = 10_000  # of one rank; of more, only a part is used
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _FROM_ROOT = ("broadcast", "scatter")
@@ -32,14 +32,14 @@ _MESSAGE = "\0message"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Ranks' parts in what they did together, as columns. Times are on each rank's own clock."""
+    """Ranks' parts in collectives and messages, as columns. Times are on each rank's own clock."""
 
     key: Keys
     form: Forms
     arrival_ns: Ints
     end_ns: Ints
-    holds: Flags  # nobody who waits can have ended before this part began
-    waits: Flags  # this part cannot have ended before all that hold others began
+    holds: Flags  # no waiting part can end before this part begins
+    waits: Flags  # this part cannot end before all holding parts have begun
 
     def where(self, picked: Flags | npt.NDArray[np.intp]) -> Parts:
         """The parts that ``picked`` picks."""
@@ -58,7 +58,7 @@ class Parts:
 
 
 class Codes:
-    """Numbers for texts, the same for all ranks."""
+    """Numbers strings consistently across ranks."""
 
     def __init__(self) -> None:
         self._numbers: defaultdict[str, int] = defaultdict(count().__next__)
@@ -67,24 +67,24 @@ class Codes:
         """The number of each text."""
         return np.fromiter(map(self._numbers.__getitem__, texts.tolist()), np.int64, len(texts))
 
-    def one(self, text: str) -> int:
+    def number(self, text: str) -> int:
         """The number of one text."""
         return self._numbers[text]
 
     def among(self, codes: Ints, texts: tuple[str, ...]) -> Flags:
         """Which codes are of one of ``texts``."""
-        found: Flags = np.isin(codes, [self._numbers[text] for text in texts])
-        return found
+        matches: Flags = np.isin(codes, [self._numbers[text] for text in texts])
+        return matches
 
 
 def parts_of(events: Events, rank: int, codes: Codes, *, on_device: bool = False) -> Parts:
-    """The parts of ``rank``, whose collectives are kernels where they are ``on_device``.
+    """The parts of ``rank`` in collectives and messages. ``on_device``: its collectives are kernels.
 
-    Collectives are known by group, name and sequence, messages by group, both ends and order.
+    Collectives are matched by group, name and sequence, messages by group, both ends and order.
 
-    Where a sequence is missing or stands twice, the order within its step counts, provided that all took as many parts
-    in that step: otherwise it is not known whose is whose. A root is known where ``peer`` names it. Numbered pushes to
-    a parameter server are answered when all workers' have come, as an all-reduce is done then.
+    If a sequence is missing or repeated, collectives are matched by their order within the step, provided that all
+    members have equally many in that step. The root is known if ``peer`` names it. Numbered pushes to a parameter
+    server count as an all-reduce: they are answered when all workers' pushes have arrived.
     """
     pushed = (events.kind == Kind.PUSH) & (events.sequence >= 0)
     collective = (events.kind == Kind.COLLECTIVE) | pushed
@@ -93,9 +93,9 @@ def parts_of(events: Events, rank: int, codes: Codes, *, on_device: bool = False
     collective, sent, pushed, peer = collective[picked], sent[picked], pushed[picked], events.peer[picked]
     name, sequence = codes.of(events.name[picked]), events.sequence[picked]
     together = codes.among(name, _TOGETHER) | pushed
-    # A message of a collective carries its name and number; others are counted by each end as it likes.
+    # A message inside a collective carries its name and number; the sequence of any other may differ at its two ends.
     stated = collective | (together & (sequence >= 0))
-    name, sequence = np.where(stated, name, codes.one(_MESSAGE)), np.where(stated, sequence, -1)
+    name, sequence = np.where(stated, name, codes.number(_MESSAGE)), np.where(stated, sequence, -1)
     together &= collective
     source = np.where(collective, -1, np.where(sent, rank, peer))
     target = np.where(collective, -1, np.where(sent, peer, rank))
@@ -119,7 +119,7 @@ def parts_of(events: Events, rank: int, codes: Codes, *, on_device: bool = False
 
 
 def _few(key: Keys, kind: Keys) -> Flags:
-    """A part of the keys of each kind, so that there are not too many: on all ranks the same, or a part of the same."""
+    """Select some keys of each kind if there are too many; ranks select the same keys, or subsets of the same."""
     _, number, counted = np.unique(kind, return_inverse=True, return_counts=True)
     halvings = np.ceil(np.log2(np.maximum(counted / MAX_OF_A_KIND, 1))).astype(np.uint64)
     few: Flags = key & ((np.uint64(1) << halvings) - np.uint64(1))[number] == 0
@@ -127,7 +127,7 @@ def _few(key: Keys, kind: Keys) -> Flags:
 
 
 def mixed(*columns: npt.NDArray[Any]) -> Keys:
-    """One number for each row of integers: the same for equal rows, and hardly ever (once in 2^64) for others."""
+    """A 64-bit hash of each row of integers."""
     key = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
         key = (key ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -137,7 +137,7 @@ def mixed(*columns: npt.NDArray[Any]) -> Keys:
 
 
 def _numbered(key: Keys, sequence: Ints, step: Ints, issued_ns: Ints) -> Keys:
-    """Keys of which none stands twice: those that would are told apart by step, by order and by how many there are."""
+    """Make keys unique: repeated ones are distinguished by step, by order in it, and by how many it has."""
     _, number, counted = np.unique(key, return_inverse=True, return_counts=True)
     again = np.flatnonzero((counted[number] > 1) | (sequence < 0))
     if not len(again):
@@ -156,16 +156,15 @@ def _numbered(key: Keys, sequence: Ints, step: Ints, issued_ns: Ints) -> Keys:
 
 MAX_MEETINGS = 1_000
 MAX_ROWS = 30_000
-MAX_CLOCKS = 32  # in one meeting; of more, some in each, all in turn
-FASTER_SHARE = 0.1  # of meetings of one time, what share is faster than the one that is taken
+MAX_CLOCKS = 32  # in one meeting; of larger ones some clocks are used, in turn
+FASTER_SHARE = 0.1  # the quantile of durations at which a meeting is picked
 
 
 def subsample(meetings: Meetings) -> Meetings:
-    """A part of the meetings.
+    """Reduce the meetings to at most about MAX_MEETINGS and MAX_ROWS rows.
 
-    They are grouped by the ranks that took part and the one that arrived last. From each group, each stretch of its
-    time gives one that was short: the less time it took, the less it leaves uncertain. The very fastest is not taken,
-    which may be a flaw.
+    Meetings are grouped by their clocks and the clock that arrived last. From each stretch of time, one short meeting
+    of each group is kept: the shorter, the more precise. The very shortest is skipped as a possible outlier.
     """
     if not len(meetings):
         return meetings
@@ -174,7 +173,7 @@ def subsample(meetings: Meetings) -> Meetings:
     if len(first) <= MAX_MEETINGS and len(meetings) <= MAX_ROWS:
         return meetings
     _, kind, counted = np.unique(_kind(meetings, first), return_inverse=True, return_counts=True)
-    # Time is counted on one clock of each kind.
+    # Times of one kind are on one clock.
     began_ns = np.full(len(counted), np.iinfo(np.int64).max)
     np.minimum.at(began_ns, kind, meetings.end_ns[first])
     since_ns = (meetings.end_ns[first] - began_ns[kind]).astype(np.float64)
@@ -192,9 +191,9 @@ def subsample(meetings: Meetings) -> Meetings:
 
 
 def _took_ns(meetings: Meetings, first: Indices) -> Ints:
-    """How long each meeting took from when all had arrived, by the clock of the rank that arrived last.
+    """How long each meeting took after all had arrived, by the clock of the last to arrive.
 
-    Of a message, from its sending on one clock to its end on the other: that compares it with others of its kind.
+    For a message: from the send on one clock to its end on the other, to compare only with others of its kind.
     """
     own_ns = np.maximum(meetings.end_ns - meetings.arrival_ns, 0)
     least_ns: Ints = np.minimum.reduceat(own_ns, first)
@@ -206,7 +205,7 @@ def _took_ns(meetings: Meetings, first: Indices) -> Ints:
 
 
 def _last_row(meetings: Meetings, first: Indices) -> Indices:
-    """The row of the rank that arrived last at each meeting, or sent the message: the one that waited least."""
+    """The row of the clock that waited least in each meeting: the last to arrive, or the sender."""
     own_ns = np.maximum(meetings.end_ns - meetings.arrival_ns, 0)
     order = np.lexsort((own_ns, ~meetings.holds, meetings.meeting))
     return order[first]
@@ -218,10 +217,10 @@ def _kind(meetings: Meetings, first: Indices) -> npt.NDArray[np.uint64]:
 
 
 def _stretches(counted: Indices, clocks: float) -> Ints:
-    """Into how many stretches of time each kind is cut, so that there are not too many meetings of all kinds."""
+    """The number of time stretches for each kind that keeps the total number of meetings within the limits."""
     fair = min(MAX_MEETINGS, MAX_ROWS / clocks) / len(counted)
     rare = counted <= fair
-    if not rare.all():  # what rare kinds leave is for the others
+    if not rare.all():  # the rest of the limit goes to the frequent kinds
         fair = max(0.0, fair * len(counted) - counted[rare].sum()) / (~rare).sum()
     stretches: Ints = np.where(rare, 64 * counted, np.maximum(1, fair)).astype(np.int64)
     return stretches
@@ -243,23 +242,21 @@ def _only(meetings: Meetings, picked: npt.NDArray[np.bool_], clocks: Indices, la
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meetings:
-    """What clocks saw of the same things. Columns: one row for each clock in a meeting; times are on its own clock.
+    """Meetings of clocks as columns: one row for each clock in each meeting. Times are on the row's own clock.
 
-    ``first_ns`` and ``last_ns`` say for each clock from when to when anything at all was recorded on it.
+    ``first_ns`` and ``last_ns`` are each clock's first and last recorded times.
     """
 
     clocks: tuple[str, ...]
     first_ns: Ints
     last_ns: Ints
-    meeting: Indices  # counts from 0; all rows of one meeting stand together
-    clock: Indices  # of ``clocks``, in ascending order within a meeting
-    company: (
-        Indices  # a number for the clocks that take part in the meeting: the same where the same meet again
-    )
-    arrival_ns: Ints  # when the last of its members that others wait for had come
-    end_ns: Ints  # when the first of its members that wait for others was through
-    holds: Flags  # whether others wait for it
-    waits: Flags  # whether it waits for others
+    meeting: Indices  # numbered from 0; rows of one meeting are adjacent
+    clock: Indices  # index into ``clocks``, ascending within a meeting
+    company: Indices  # identifies the set of clocks that take part
+    arrival_ns: Ints  # when the last of the clock's holding members arrived
+    end_ns: Ints  # when the first of the clock's waiting members ended
+    holds: Flags  # whether others wait for this clock's members
+    waits: Flags  # whether this clock's members wait for others
     form: Forms  # of the meeting: TOGETHER, LOOSE, MESSAGE or ON_DEVICES
 
     def __len__(self) -> int:
@@ -269,12 +266,12 @@ class Meetings:
 def meetings_of(
     events: Mapping[int, Events], clock_of_rank: Mapping[int, str], on_devices: Collection[int] = ()
 ) -> Meetings:
-    """The meetings of clocks in the recordings of all ranks, each on its own clock.
+    """Find the meetings of clocks in the recordings of all ranks, each on its own clock.
 
-    The collectives of the ranks ``on_devices`` are kernels, whose ends say more of clocks than those of calls.
+    ``on_devices`` are ranks whose collectives are kernels: their ends are more precise than those of calls.
 
-    Of a long recording it takes some hundreds, spread over time and over those who met. No time of one clock is ever
-    compared with one of another: what belongs together is known by name, number and order alone.
+    From a long recording, some hundreds of meetings are kept, spread over time and pairs of clocks. Times of different
+    clocks are never compared: meetings are matched by name, number and order alone.
     """
     names = tuple(dict.fromkeys(clock_of_rank[rank] for rank in sorted(events)))
     index = {name: number for number, name in enumerate(names)}
@@ -289,7 +286,7 @@ def meetings_of(
 
 
 def _recorded(events: Mapping[int, Events], number: Mapping[int, int], clocks: int) -> tuple[Ints, Ints]:
-    """From when to when anything was recorded on each clock; 0 where nothing was."""
+    """The first and last recorded times of each clock; 0 if it has none."""
     farthest = np.iinfo(np.int64)
     first_ns, last_ns = np.full(clocks, farthest.max), np.full(clocks, farthest.min)
     for rank, event in events.items():
@@ -301,7 +298,7 @@ def _recorded(events: Mapping[int, Events], number: Mapping[int, int], clocks: i
 
 
 def _met(parts: Parts, clock: Indices, names: tuple[str, ...], first_ns: Ints, last_ns: Ints) -> Meetings:
-    """All meetings of several clocks, from parts in ascending order of their clocks."""
+    """All meetings of at least two clocks, from parts in ascending order of their clocks."""
     order = np.argsort(parts.key, kind="stable")
     parts, clock = parts.where(order), clock[order]
     starts = _changes(parts.key)
@@ -317,11 +314,11 @@ def _met(parts: Parts, clock: Indices, names: tuple[str, ...], first_ns: Ints, l
     new_meeting[_changes(parts.key)] = True
     rows = np.flatnonzero(new_meeting | (np.diff(clock, prepend=-1) != 0))
     holds, waits = np.logical_or.reduceat(parts.holds, rows), np.logical_or.reduceat(parts.waits, rows)
-    each = np.repeat(np.arange(len(rows)), np.diff(np.append(rows, len(clock))))
-    # Only those who hold others up count for an arrival, and only those who wait for an end, where there are such.
+    row_of_part = np.repeat(np.arange(len(rows)), np.diff(np.append(rows, len(clock))))
+    # If a clock has holding members, only they count for its arrival; likewise waiting members for its end.
     farthest = np.iinfo(np.int64)
-    arrival_ns = np.where(parts.holds | ~holds[each], parts.arrival_ns, farthest.min)
-    end_ns = np.where(parts.waits | ~waits[each], parts.end_ns, farthest.max)
+    arrival_ns = np.where(parts.holds | ~holds[row_of_part], parts.arrival_ns, farthest.min)
+    end_ns = np.where(parts.waits | ~waits[row_of_part], parts.end_ns, farthest.max)
     meeting = np.cumsum(new_meeting)[rows] - 1
     members = np.add.reduceat(mixed(clock[rows]), np.flatnonzero(np.diff(meeting, prepend=-1)))
     return Meetings(

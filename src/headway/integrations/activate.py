@@ -38,7 +38,7 @@ def on_torch_import(_torch: Any) -> None:
     reads.install()  # before scripts import what it replaces by name
     reports.update()
     _end_cleanly_on_own_errors()
-    torch_private.let_gloo_finish_in_time()
+    torch_private.let_gloo_finish_before_shutdown()
     forget = _notice_training_alone()
     _call_when_a_rank(functools.partial(_activate, set(), forget))
 
@@ -136,7 +136,7 @@ def leave_refusal(error: UserError) -> bool:
     first = reports.reported("refused") or str(error)  # later errors are consequences
     is_heard = reports.update(refused=first)
     with contextlib.suppress(Exception):  # there is no group, or the rank that kept the store is gone
-        if not torch_private.kept_in_a_file():
+        if not torch_private.uses_file_store():
             torch_private.default_store(torch_private.SHORT_LIMIT_S).set(REFUSED_KEY, str(error))
     return is_heard
 
@@ -190,7 +190,7 @@ def _look_for_a_peers_refusal() -> None:
     from headway import torch_private
 
     with contextlib.suppress(Exception):  # there is no group, or the rank that kept the store is gone
-        if os.environ.get(PLAN_VARIABLE) and not torch_private.kept_in_a_file():
+        if os.environ.get(PLAN_VARIABLE) and not torch_private.uses_file_store():
             store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
             if store.check([REFUSED_KEY]):
                 reports.update(refused=store.get(REFUSED_KEY).decode(errors="replace"))

@@ -69,7 +69,7 @@ def parallelize(
         raise UnsupportedError(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
-    torch_private.let_gloo_finish_in_time()
+    torch_private.let_gloo_finish_before_shutdown()
     strategy = without_a_plan()
     planned = plan if isinstance(plan, Strategy) else plan and plan.strategy
     if isinstance(planned, PipelineStrategy | MeshStrategy):

@@ -67,7 +67,7 @@ def install(
         if on_applied is not None:
             on_applied()
 
-    _undo.append(pipelining.when_first_stepped(take_over))
+    _undo.append(pipelining.before_first_step(take_over))
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:

@@ -272,7 +272,7 @@ def _permitted() -> bool:
         dist.get_world_size() > 1
         and dist.get_backend() == "gloo"
         and torch.get_default_device().type == "cpu"
-        and not torch_private.kept_in_a_file()
+        and not torch_private.uses_file_store()
     )
 
 
@@ -346,7 +346,7 @@ def _measure(recorder: Recorder, place: Place) -> None:
 
 def _bring_together(recorder: Recorder, place: Place, rank: int) -> None:
     """Send this rank's file to rank 0 if they share no folder; on rank 0, receive such files."""
-    if not dist.is_initialized() or torch_private.kept_in_a_file():
+    if not dist.is_initialized() or torch_private.uses_file_store():
         return
     patience_s = PATIENCE_S if recorder.in_order else PATIENCE_WHEN_FAILED_S
     token = place.recording.token

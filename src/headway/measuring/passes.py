@@ -69,7 +69,7 @@ def measure(name: str, path: Path, words: Sequence[str], command: Sequence[str])
             fix=f"Run: headway measure {name} {path}.",
         )  # fmt: skip
     trace = load_trace(path)
-    device = torch_private.device_here()
+    device = torch_private.compute_device()
     effects = measured_optimizers(Replayer(trace).job, device)
     _save(trace, effects, device)
     return effects
@@ -367,7 +367,7 @@ def _measure_runs(
         raise UserError(message, got=" ".join(words)) from None
     changed.check_model(trace.model)  # before the runs, which take time
     effects = measured_effects(trace, changed, command, _run)
-    _save(trace, effects, torch_private.device_here())
+    _save(trace, effects, torch_private.compute_device())
     return effects
 
 

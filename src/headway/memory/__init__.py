@@ -1,1 +1,1 @@
-"""What passes hold in memory, found out by watching them."""
+"""Measures what forwards, backwards and updates hold in memory."""

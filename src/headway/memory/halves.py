@@ -1,8 +1,9 @@
-"""What the halves of a backward would hold, told from a whole one that is watched.
+"""Estimates the memory of a halved backward from watching a full one.
 
-torch computes the gradients of a stage's input first and those of its parameters later, from what it has kept of the
-gradients in between: those of what modules with parameters have put out. Nothing of the graph is released meanwhile.
-What a whole backward makes and when says what each half would have made: nothing is computed twice, and only looked at.
+In a halved backward, torch computes the gradients of a stage's inputs first and those of its parameters later, from the
+gradients that it keeps in between: those of the outputs of modules with parameters. Nothing of the graph is released
+meanwhile. The allocations of a full backward, and their order, show what each half would have allocated, so that
+nothing has to be computed twice.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ Groups = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class Kept(NamedTuple):
-    """The node ``node`` begins with gradients in ``keys``, of ``size_bytes``: what torch keeps between the halves."""
+    """The node ``node`` begins, with gradients in memory ``keys`` of ``size_bytes`` that are kept between the halves."""
 
     node: int
     keys: tuple[int, ...]
     size_bytes: int
 
 
-class OfWeights(NamedTuple):
-    """``keys`` are on their way to parameters: the first half does not make them."""
+class TowardsWeights(NamedTuple):
+    """The memory ``keys`` holds gradients that lead only to parameters: the first half does not compute them."""
 
     keys: tuple[int, ...]
 
 
-Event = Change | Kept | OfWeights
+Event = Change | Kept | TowardsWeights
 
 
 class WholeBackward:
-    """Looks at one backward of ``roots`` down to ``inputs`` and ``parameters``, while ``allocations`` is on.
+    """Watches one backward from ``roots`` to ``inputs`` and ``parameters``, while ``allocations`` is on.
 
-    Nothing is looked at where no gradient reaches an input: torch then puts all of the backward off.
+    If no gradient reaches an input, nothing is watched: torch then postpones the whole backward.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class WholeBackward:
                 self._handles.append(node.register_prehook(self._at_kept(number)))
             for node in graph.of_weights:
                 self._handles.append(node.register_prehook(self._of_weights))
-            allocations.tell = self._events.append
+            allocations.on_change = self._events.append
 
     def end(self) -> HalvedBackward | None:
-        """The backward is done; None where it cannot be told what its halves would hold."""
+        """The backward is done: returns the estimate, or None if there is none."""
         if not self._handles:
             return None
-        self._allocations.tell = None
+        self._allocations.on_change = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -83,19 +84,19 @@ class WholeBackward:
         return begins
 
     def _of_weights(self, gradients: Any) -> None:
-        self._note(gradients, OfWeights)
+        self._note(gradients, TowardsWeights)
 
     def _note(self, gradients: Any, event: Any) -> None:
         try:
             self._events.append(event(tuple(_keys_of(gradients))))
-        except Exception:  # whatever tensors there are: training goes on
+        except Exception:  # training goes on, whatever tensors there are
             self._understood = False
 
 
 class _Graph:
-    """The nodes of a backward: those that lead to inputs, and those that lead to parameters alone.
+    """The nodes of a backward, divided into those that lead to inputs, and those that lead only to parameters.
 
-    ``kept`` are those of the former before the latter, where torch keeps gradients, ``of_weights`` are the latter.
+    ``of_weights`` are the latter; ``kept`` are nodes directly before them, whose gradients torch keeps.
     """
 
     def __init__(self, roots: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -104,12 +105,14 @@ class _Graph:
         while open_ and len(self._following) <= MOST_NODES:
             node = open_.pop()
             if node not in self._following:
-                self._following[node] = [each for each, _ in node.next_functions if each is not None]
+                self._following[node] = [
+                    next_node for next_node, _ in node.next_functions if next_node is not None
+                ]
                 open_ += self._following[node]
         before: dict[Any, list[Any]] = {}
         for node, following in self._following.items():
-            for each in following:
-                before.setdefault(each, []).append(node)
+            for next_node in following:
+                before.setdefault(next_node, []).append(node)
         self._to_inputs: set[Any] = set()
         open_ = [input_ for input_ in inputs if input_ in self._following]
         while open_:
@@ -122,28 +125,28 @@ class _Graph:
         self.kept = [
             node
             for node, following in self._following.items()
-            if node in self._to_inputs and any(each not in self._to_inputs for each in following)
+            if node in self._to_inputs and any(next_node not in self._to_inputs for next_node in following)
         ]
 
     def groups(self, parameters: Sequence[Any], sizes_bytes: Sequence[int]) -> Groups:
-        """Parameters whose gradients are computed together, in the order in which they are.
+        """Group parameters whose gradients are computed together, in the order of computation.
 
-        Of each group the size of its gradients, and the nodes (by their numbers in ``kept``) that they come from.
+        Each group is the size of its gradients, and the nodes (indices into ``kept``) that they come from.
         """
         nodes_of: dict[Any, list[int]] = {parameter: [] for parameter in parameters}
         for number, kept in enumerate(self.kept):
             for node in self._weights_behind(kept):
                 if node in nodes_of:
                     nodes_of[node].append(number)
-        found: dict[tuple[int, ...], int] = {}
+        sizes: dict[tuple[int, ...], int] = {}
         for node, size_bytes in zip(parameters, sizes_bytes, strict=True):
             if numbers := tuple(nodes_of[node]):
-                found[numbers] = found.get(numbers, 0) + size_bytes
-        return [(size_bytes, numbers) for numbers, size_bytes in found.items()]
+                sizes[numbers] = sizes.get(numbers, 0) + size_bytes
+        return [(size_bytes, numbers) for numbers, size_bytes in sizes.items()]
 
     def _weights_behind(self, kept: Any) -> set[Any]:
         seen: set[Any] = set()
-        open_ = [each for each in self._following[kept] if each not in self._to_inputs]
+        open_ = [next_node for next_node in self._following[kept] if next_node not in self._to_inputs]
         while open_:
             node = open_.pop()
             if node not in seen:
@@ -153,10 +156,10 @@ class _Graph:
 
 
 def halves_of(events: Sequence[Event], groups: Groups) -> HalvedBackward:
-    """What the halves of the backward that went through ``events`` would hold.
+    """Estimate what the halves of the backward with these ``events`` would hold.
 
-    ``groups`` are the gradients of parameters in the order in which the second half makes them: how large they are,
-    and the nodes that they come from.
+    ``groups`` are the gradients of parameters in the order in which the second half computes them: their size, and the
+    nodes that they come from.
     """
     first = _FirstHalf(_of_weights(events))
     for number, event in enumerate(events):
@@ -172,47 +175,47 @@ def halves_of(events: Sequence[Event], groups: Groups) -> HalvedBackward:
 
 
 def _of_weights(events: Sequence[Event]) -> set[int]:
-    """Of what was made, by its number among ``events``, what was on its way to parameters."""
-    made: dict[int, int] = {}
+    """The indices of ``Made`` events whose memory held gradients that lead only to parameters."""
+    number_of: dict[int, int] = {}
     kept: set[int] = set()
-    found: set[int] = set()
+    discarded: set[int] = set()
     for number, event in enumerate(events):
         match event:
             case Made(key):
-                made[key] = number
+                number_of[key] = number
             case Kept(keys=keys):
-                kept.update(made[key] for key in keys if key in made)
-            case OfWeights(keys):
-                found.update(made[key] for key in keys if key in made)
+                kept.update(number_of[key] for key in keys if key in number_of)
+            case TowardsWeights(keys):
+                discarded.update(number_of[key] for key in keys if key in number_of)
             case Gone(key):
-                made.pop(key, None)
-    return found - kept
+                number_of.pop(key, None)
+    return discarded - kept
 
 
 class _FirstHalf:
-    """Goes through what a whole backward made, and holds what the first half of one would."""
+    """Replays a full backward's events, counting only what the first half would allocate."""
 
     def __init__(self, of_weights: set[int]) -> None:
         self.held_bytes = self.most_bytes = self.released_bytes = 0
-        self.kept: dict[int, dict[int, int]] = {}  # by nodes: sizes, by what was made
-        self.sizes_bytes: dict[int, int] = {}  # of what nodes begin with, wherever it was made
-        self.inner_bytes: dict[int, int] = {}  # the most in operators, by nodes
+        self.kept: dict[int, dict[int, int]] = {}  # node -> event index -> size of kept memory
+        self.sizes_bytes: dict[int, int] = {}  # node -> size of the gradients that it begins with
+        self.inner_bytes: dict[int, int] = {}  # node -> largest workspace of its operators
         self._of_weights = of_weights
         self._node = -1
-        self._held: dict[int, int] = {}  # sizes by keys
-        self._made: dict[int, int] = {}  # numbers by keys
+        self._held: dict[int, int] = {}  # key -> size
+        self._event_of: dict[int, int] = {}  # key -> index of its ``Made`` event
         self._kept_keys: set[int] = set()
-        self._stands_in: dict[int, int] = {}  # sizes of sums that were added up in memory that is kept
+        self._stands_in: dict[int, int] = {}  # key -> size of the copy that replaces a sum in kept memory
 
     def goes_on(self, number: int, event: Event) -> None:
         match event:
             case Made(key, size_bytes) if number not in self._of_weights:
-                self._held[key], self._made[key] = size_bytes, number
+                self._held[key], self._event_of[key] = size_bytes, number
                 self._grow(size_bytes)
             case Kept(node, keys, size_bytes):
                 self._node = node
                 self.sizes_bytes[node] = size_bytes
-                self.kept[node] = {self._made[key]: self._held[key] for key in keys if key in self._held}
+                self.kept[node] = {self._event_of[key]: self._held[key] for key in keys if key in self._held}
                 self._kept_keys.update(key for key in keys if key in self._held)
             case Added(key, source) if key in self._kept_keys and key not in self._stands_in:
                 self._add(key, source)
@@ -227,7 +230,7 @@ class _FirstHalf:
         self.most_bytes = max(self.most_bytes, self.held_bytes)
 
     def _add(self, key: int, source: int) -> None:
-        """What is kept is not written to: the sum is in the memory of ``source``, or in some of its own."""
+        """Kept memory is not written to: the sum goes to the memory of ``source``, or to new memory."""
         self._stands_in[key] = self._held[key]
         if source in self._held and source not in self._kept_keys:
             del self._held[source]
@@ -241,28 +244,28 @@ class _FirstHalf:
             self._held.pop(key)
         elif key in self._held:
             self.held_bytes -= self._held.pop(key)
-        elif self._node < 0:  # of the graph before all that is kept, and so not needed any more
+        elif self._node < 0:  # of the graph before all that is kept, so it is no longer needed
             self.released_bytes += size_bytes
 
 
 def _second_half_bytes(groups: Groups, first: _FirstHalf, *, stays: bool) -> int:
-    """The most in the half that computes gradients of parameters, which ``stays`` or are added to those there are."""
+    """The peak of the half that computes parameters' gradients. They stay allocated if ``stays``, else are added up."""
     uses: dict[int, int] = {}
     for _, nodes in groups:
         for node in nodes:
-            for made in first.kept.get(node, {}):
-                uses[made] = uses.get(made, 0) + 1
+            for number in first.kept.get(node, {}):
+                uses[number] = uses.get(number, 0) + 1
     held_bytes = most_bytes = 0
     for size_bytes, nodes in groups:
         inner_bytes = max((first.inner_bytes.get(node, 0) for node in nodes), default=0)
-        if len(nodes) > 1:  # of a weight that is used several times: what is computed between its uses
+        if len(nodes) > 1:  # a weight used several times: add the gradients computed between its uses
             inner_bytes += sum(first.sizes_bytes.get(node, 0) for node in nodes)
         most_bytes = max(most_bytes, held_bytes + size_bytes + inner_bytes)
         held_bytes += size_bytes if stays else 0
         for node in nodes:
-            for made, made_bytes in first.kept.get(node, {}).items():
-                uses[made] -= 1
-                held_bytes -= 0 if uses[made] else made_bytes
+            for number, kept_bytes in first.kept.get(node, {}).items():
+                uses[number] -= 1
+                held_bytes -= 0 if uses[number] else kept_bytes
     return max(0, most_bytes)
 
 
@@ -275,7 +278,7 @@ def _strided(gradients: Any) -> list[torch.Tensor]:
 
 
 def _keys_of(gradients: Any) -> list[int]:
-    return [torch_private.storage_key(each.untyped_storage()) for each in _strided(gradients)]
+    return [torch_private.storage_key(tensor.untyped_storage()) for tensor in _strided(gradients)]
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

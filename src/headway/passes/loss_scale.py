@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.errors import HeadwayWarning, UnsupportedError
 from headway.passes.other_forward import map_tensors
-from headway.torch_private.optimizers import Step, before_every_step, gate_steps, is_asked
+from headway.torch_private.optimizers import Step, before_every_step, gate_steps
 
 CHECKED_BACKWARDS = 3  # backwards whose graphs are also checked inside the model, which is slow
 FIX = "Use bfloat16, or leave the pass precision out of the plan."
@@ -326,7 +326,7 @@ def _closed(
 
 
 def _refuse_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if is_asked(optimizer):
+    if is_in_gate(optimizer):
         return
     if any(scale.trains(parameter) for scale in list(_scales.values()) for parameter in _updated(optimizer)):
         raise UnsupportedError(

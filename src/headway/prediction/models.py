@@ -237,7 +237,7 @@ def _function_at(text: str, request: _ModelRequest, samples: int | None) -> Work
     from headway.prediction.timing import bytes_per_s_of, timed_layers
     from headway.strategies.live.module_spec import model_spec
 
-    here = torch_private.device_here()
+    here = torch_private.compute_device()
     make = function_named(text)
     built = Built(text, make, here if request.is_here else torch.device("meta"), samples)
     spec = model_spec(built.module)

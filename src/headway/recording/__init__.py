@@ -1,1 +1,1 @@
-"""Recording a live job: what is observed, and how it becomes a trace."""
+"""Records a live job: observes each rank and turns what it saw into a trace."""

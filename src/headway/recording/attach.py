@@ -1,4 +1,4 @@
-"""Where recording begins: at the job's first process group, or where code asks for it."""
+"""Starts a recording: when the job creates its process group, or where the script calls ``record``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway import files, torch_private
 from headway.errors import LaunchError, TraceError, UserError
 from headway.recording.derive import StrategySpan
 from headway.recording.finish import finish_recording
-from headway.recording.patching import fault, guarded
+from headway.recording.patching import guarded, report_fault
 from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.live.channels import observer
@@ -26,7 +26,7 @@ from headway.trace.events import Kind, Stream
 
 
 class _RuntimeObserver(observer.Observer):
-    """Hands what a strategy's runtime reports of itself to a recorder."""
+    """Passes the events that a strategy's runtime reports to a recorder."""
 
     wants_transfers = True
 
@@ -61,7 +61,7 @@ class _RuntimeObserver(observer.Observer):
 
 
 def record_this_rank(options: RecordOptions) -> Recorder:
-    """Record this process from now on; its default process group stands."""
+    """Start recording this process. Its default process group must exist."""
     recorder = Recorder(options)
     _attach(recorder)
     return recorder
@@ -76,26 +76,26 @@ def _attach(recorder: Recorder) -> None:
     recorder.attach()
 
 
-class Watching(Protocol):
-    """What is told of models that a script wraps, until it has finished."""
+class ModelWatcher(Protocol):
+    """Is notified of every model that a script wraps, until it has finished."""
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
-        """``model`` wraps the parameters of ``root``."""
+        """``model`` was constructed; it wraps ``root``, which holds the parameters."""
 
     def when_finished(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called when nothing has to be told any more."""
+        """Register ``undo``, which is called once notifications are no longer needed."""
 
 
-def watch_constructions(watching: Watching) -> None:
-    """Tell ``watching`` of every model that is wrapped for data parallelism from now on, by whatever strategy."""
-    _watch_constructions(DistributedDataParallel, watching)
+def watch_constructions(watcher: ModelWatcher) -> None:
+    """Notify ``watcher`` of every model that is wrapped for data parallelism from now on, under any strategy."""
+    _watch_constructions(DistributedDataParallel, watcher)
     for _, wrappers in ask(lambda plugin: plugin.wrappers()):
         for wrapper in wrappers:
-            _watch_constructions(wrapper, watching)
+            _watch_constructions(wrapper, watcher)
 
 
-def _patch(watching: Watching, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper`` in the place of a function, until ``watching`` has finished."""
+def _patch(watcher: ModelWatcher, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function by ``wrapper`` until ``watcher`` has finished."""
     original = getattr(owners[0], name)
     patched = functools.wraps(original)(wrapper)
     for owner in owners:
@@ -106,11 +106,11 @@ def _patch(watching: Watching, owners: Sequence[Any], name: str, wrapper: Callab
             if getattr(owner, name) is patched:
                 setattr(owner, name, original)
 
-    watching.when_finished(undo)
+    watcher.when_finished(undo)
 
 
 def _finish_before_the_group_goes(recorder: Recorder) -> None:
-    """End a recording whose job ends early while its process group still stands."""
+    """Finish the recording of a job that ends early before its process group is destroyed."""
     original = dist.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> Any:
@@ -121,21 +121,21 @@ def _finish_before_the_group_goes(recorder: Recorder) -> None:
     _patch(recorder, (dist, dist.distributed_c10d), "destroy_process_group", destroy_process_group)
 
 
-def _watch_constructions(wrapper: type, watching: Watching) -> None:
+def _watch_constructions(wrapper: type, watcher: ModelWatcher) -> None:
     original: Callable[..., None] = wrapper.__init__  # type: ignore[misc]
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not getattr(self, "is_called", True):  # a part of another wrapper
+        if not getattr(self, "is_called", True):  # it is part of another wrapper
             return
         try:
-            watching.watch(self, self.module)
-        except UserError:  # what is refused
+            watcher.watch(self, self.module)
+        except UserError:  # Headway refuses this model
             raise
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
-    _patch(watching, (wrapper,), "__init__", construct)
+    _patch(watcher, (wrapper,), "__init__", construct)
 
 
 def _watch_compiling(recorder: Recorder) -> None:
@@ -167,22 +167,24 @@ def record(
     detail: Detail = "modules",
     clock_server: bool = True,
 ) -> Iterator[None]:
-    """Record the optimizer steps ``first_step`` to ``stop_step - 1`` that run inside the block, as a trace.
+    """Record optimizer steps ``first_step`` to ``stop_step - 1`` inside the block, and write them as a trace.
 
-    Every rank enters the block, after ``init_process_group``, with the same ``folder`` on a file system that all
-    ranks see. ``model`` is the wrapped model, if it was wrapped before the block. Rank 0 assembles the trace
-    when the block ends.
+    All ranks must enter the block after ``init_process_group``, with the same ``folder`` on a shared file system.
+    Pass ``model`` if it was wrapped before the block. Rank 0 assembles the trace when the block ends.
 
-    The steps before ``first_step`` are warm-up. ``detail`` "operators" or "kernels" records more than modules, and
-    costs more. Rank 0 opens a port so that the others can compare clocks, unless ``clock_server`` is False; clocks are
-    then aligned by what ranks did together, less exactly. Links are not measured as under ``headway record``.
+    Steps before ``first_step`` are warm-up. ``detail`` "operators" or "kernels" records more than modules, at a higher
+    cost. Rank 0 opens a port for the other ranks to compare clocks with. With ``clock_server=False``, clocks are
+    aligned by the ranks' collectives and messages instead, less precisely. Unlike ``headway record``, this does not
+    measure links.
 
     Raises LaunchError without a process group and, on rank 0, if the block ends before ``first_step`` steps;
     TraceError if the folder exists.
     """
     if not dist.is_initialized():
         raise LaunchError(
-            "nothing to record yet", expected="a process group", fix="Call init_process_group first."
+            "cannot record yet: there is no process group",
+            expected="an initialised default process group",
+            fix="Call init_process_group first.",
         )
     out = Path(folder)
     staging = out.parent / f".{out.name}.recording"
@@ -211,7 +213,7 @@ def record(
             recorder.give_up()
             files.remove_folder(staging)
         else:
-            recorder.finish()  # rank 0 may have come to the end
+            recorder.finish()  # rank 0 may have finished the block
         raise
     recorder.finish()
     if first:
@@ -219,7 +221,7 @@ def record(
 
 
 def _prepare(out: Path, staging: Path) -> None:
-    """Make room on rank 0, and raise on every rank where that cannot be done."""
+    """Create the staging folder on rank 0. Raises on every rank if that fails."""
     failure: UserError | None = None
     if dist.get_rank() == 0:
         try:
@@ -235,4 +237,4 @@ def _prepare(out: Path, staging: Path) -> None:
     if failure is not None:
         raise failure
     if bool(verdict):
-        raise TraceError("the recording cannot be written", got=out, fix="See the message of rank 0.")
+        raise TraceError("rank 0 cannot write the recording", got=out, fix="See the error on rank 0.")

@@ -1,8 +1,8 @@
-"""Collectives as they pass: every c10d operation of this process, whoever calls it.
+"""Observes every c10d collective of this process, whoever calls it.
 
-The operations of ``torch.distributed`` go through the dispatcher, DDP's from C++ too. A kernel laid over theirs
-sees group, tensors and order, calls the original and takes the end from the work's future. Nothing about the
-operation changes: neither arithmetic nor group nor order.
+All operations of ``torch.distributed`` go through the dispatcher, including DDP's calls from C++. An overlaid kernel
+sees their group, tensors and order, calls the original kernel, and takes the end time from the work's future. The
+operation itself is unchanged: same arithmetic, group and order.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.recording.patching import Now, observed_call
+from headway.recording.watch import Watch
 from headway.strategies.live.channels.observer import THREAD_NAME
 
 
 class GroupWatch:
-    """Who is in the groups that this rank was seen to use; ``members`` are the ranks of those that lack some rank."""
+    """Keeps the ranks of every process group that this rank used. ``members`` lists groups that lack some rank."""
 
     def __init__(self) -> None:
         self.members: dict[str, tuple[int, ...]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def name_of(self, group: dist.ProcessGroup) -> str:
-        """The name of ``group``, which is noted."""
+        """The name of ``group``; its ranks are noted at first use."""
         name = torch_private.group_name(group)
         if name not in self._ranks:
             self._note(name, group)
         return name
 
     def rank_of(self, group: dist.ProcessGroup, index: int) -> int:
-        """The rank in the job of the member ``index`` of ``group``; -1 where that is not known."""
+        """The global rank of member ``index`` of ``group``; -1 if unknown."""
         ranks = self._ranks[self.name_of(group)]
         return ranks[index] if 0 <= index < len(ranks) else -1
 
     def _note(self, name: str, group: dist.ProcessGroup) -> None:
         try:
             ranks = tuple(dist.get_process_group_ranks(group))
-        except (KeyError, ValueError):  # a group that torch.distributed did not make
+        except (KeyError, ValueError):  # torch.distributed did not create this group
             ranks = ()
         self._ranks[name] = ranks
         if 0 < len(ranks) < dist.get_world_size():
@@ -58,7 +59,7 @@ RELEASE_AFTER_NS = 50_000_000
 
 @dataclass(slots=True)
 class ObservedCollective:
-    """One collective of this rank; ``end_ns`` is 0 until its work completes. ``integers`` are no gradients."""
+    """One collective of this rank. ``end_ns`` is 0 until its work completes; ``integers``: it carries no gradients."""
 
     name: str
     group: str
@@ -73,13 +74,13 @@ class ObservedCollective:
 
     @property
     def is_of_uses(self) -> bool:
-        """Whether DDP tells by it which parameters a backward used (find_unused_parameters)."""
+        """Whether it is DDP's exchange of which parameters a backward used (find_unused_parameters)."""
         return self.integers and self.name == ALL_REDUCE and self.phase == "backward"
 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """Where a c10d operation keeps what is needed: positions among its arguments."""
+    """The positions of a c10d operation's arguments that are read."""
 
     name: str
     payload: int  # the tensor (or list) whose size is the whole tensor's
@@ -100,10 +101,12 @@ OPERATIONS = {
 }
 
 
-_LEFT_IN_PLACE: list[torch_private.KernelOverlay] = []  # which pass calls on
+_LEFT_IN_PLACE: list[
+    torch_private.KernelOverlay
+] = []  # overlays that could not be removed; they pass calls on
 
 
-class CollectiveTap:
+class CollectiveTap(Watch):
     """Observes the collectives of this process while attached."""
 
     def __init__(self, now: Now, groups: GroupWatch) -> None:
@@ -111,15 +114,15 @@ class CollectiveTap:
         self._now = now
         self._groups = groups
         self._sequences: dict[str, int] = defaultdict(int)
-        self._inside: dict[int, int] = {}  # how many kernels each thread is inside of
+        self._inside: dict[int, int] = {}  # thread id -> number of overlaid kernels it is inside
         self._watching = False
         self._main_thread = threading.get_ident()
         self._overlay: torch_private.KernelOverlay | None = None
         self._works: list[tuple[ObservedCollective, Any]] = []
-        self._passed_on: list[tuple[list[int], Any]] = []  # when each ended, or 0
+        self._passed_on: list[tuple[list[int], Any]] = []  # the end time (0 while running) and the work
 
     def attach(self) -> None:
-        """Lay the observing kernels over the c10d operations."""
+        """Overlay the c10d operations with observing kernels."""
         assert self._overlay is None
         self._watching = True
         self._overlay = torch_private.KernelOverlay("c10d", "CPU")
@@ -127,31 +130,41 @@ class CollectiveTap:
             self._overlay.put(operation_name, self._observer(operation))
 
     def detach(self) -> None:
-        """Take the observing kernels off again."""
+        """Remove the observing kernels."""
         self._watching = False
         overlay, self._overlay = self._overlay, None
         if overlay is None:
             return
-        if any([*self._inside.values()]):  # where a signal interrupts one: it must not go while it runs
+        if any(
+            [*self._inside.values()]
+        ):  # a signal interrupted a kernel, which must not be removed while it runs
             _LEFT_IN_PLACE.append(overlay)
         else:
             overlay.remove()
         self._settle()
 
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """Drop references to finished works."""
+        self.release_finished()
+
+    def forget(self) -> None:
+        """Drop everything observed."""
+        self.observed.clear()
+
     def release_finished(self) -> None:
-        """Let go of finished works, on the main thread.
+        """Drop references to finished works, on the main thread.
 
         A work holds tensors that Python has seen, and a Python callback. If Gloo's thread dropped the last reference,
-        it would enter the interpreter while it holds its queue's lock, for which the main thread may be waiting
-        inside the interpreter. Works that ended a moment ago may still be in that thread's hands.
+        it would need the GIL while holding its queue's lock, and the main thread may hold the GIL while waiting for
+        that lock. Works that ended only a moment ago may still be in use by that thread, and are kept.
         """
         before_ns = time.monotonic_ns() - RELEASE_AFTER_NS
         self._works = [(seen, work) for seen, work in self._works if not 0 < seen.end_ns < before_ns]
 
     def _pass_on(self, result: Any) -> Any:
-        """What a kernel returned that is only left in place: its work is held on to as those that are observed.
+        """Return ``result`` of a kernel that is left in place but no longer observed, and keep its work for a while.
 
-        The call came through Python all the same, and Gloo's thread must not drop the last reference (see
+        The call still came through Python, so Gloo's thread must not drop the last reference (see
         ``release_finished``).
         """
         now_ns = time.monotonic_ns()
@@ -168,10 +181,10 @@ class CollectiveTap:
         return result
 
     def _settle(self) -> None:
-        """Let callbacks of finished works run.
+        """Wait until the callbacks of finished works have run.
 
-        A process group that is destroyed joins its threads without letting go of the interpreter, and would wait
-        for ever for a thread that is about to enter one of these callbacks.
+        Destroying a process group joins its threads while holding the GIL, and would deadlock with a thread that is
+        about to enter one of these callbacks.
         """
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < deadline and any(seen.end_ns == 0 for seen in self.observed[-64:]):
@@ -211,8 +224,8 @@ class CollectiveTap:
                 torch_private.when_work_completes(work, lambda: setattr(seen, "end_ns", time.monotonic_ns()))
             except RuntimeError:  # this backend's work has no future
                 if asynchronous:
-                    return result  # and cannot be timed; the job must not notice
-                torch_private.wait_for_work(work)  # as who asked does next
+                    return result  # it cannot be timed; the job must not notice
+                torch_private.wait_for_work(work)  # the caller would do this next
                 seen.end_ns = time.monotonic_ns()
             self.observed.append(seen)
             self._works.append((seen, work))

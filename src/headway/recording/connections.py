@@ -1,7 +1,8 @@
-"""What the kernel knows of this process's TCP connections: how much each carried, and for how long it was busy.
+"""Reads the kernel's counters of this process's TCP connections, and exchanges clocks and connections between ranks.
 
-Native collectives say when they begin and end, not what they send to whom. The kernel counts it for every connection,
-whoever opened it, and asking costs some microseconds. ``linux/tcp.h`` describes the structure that is read.
+Native collectives do not report what they send to whom. The kernel counts the bytes and busy time of every connection,
+whoever opened it, and reading them takes microseconds (``struct tcp_info`` in ``linux/tcp.h``). Ranks publish their
+connections in the job's store, so that each can tell which rank a connection leads to.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import stat
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,9 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.clocks import comparing
 from headway.errors import UserError
+from headway.recording.watch import Watch
 from headway.rpc import interface, trusted
+from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit
 
 _INFO_BYTES = 232
@@ -39,14 +42,14 @@ _DESCRIPTORS = Path("/proc/self/fd")
 MAX_CONNECTIONS = 4096
 LEAST_BYTES = 65_536  # a connection that carries less in a whole recording is no link of the job
 
-OFTEN, SELDOM = 4, 8  # new connections are looked for after so many steps, and then after every so manieth
+OFTEN, SELDOM = 4, 8  # look for new connections after each of the first 4 steps, then after every 8th
 
 Endpoint = tuple[str, int]
 
 
 @dataclass(slots=True)
 class _Connection:
-    """One connection: where the process has it open, and what it had carried when it was last looked at."""
+    """One connection: its descriptor and endpoints, and its counters when they were last read."""
 
     descriptor: int
     inode: int  # the socket's: once it is closed, another one may get its descriptor
@@ -59,11 +62,11 @@ class _Connection:
 
 @dataclass(slots=True)
 class Use:
-    """What a connection sent in one step, and for how long it was held up by nothing but the network.
+    """What a connection sent in one step, and how long it was limited by nothing but the network (``busy_ns``).
 
-    The kernel counts that time in ticks, of which there are 100 to 1000 a second: it is right over many steps only.
-    ``delivered_bytes_a_s`` is the kernel's latest estimate of the rate at which data arrive. It stays high where a
-    receiver's acknowledgements are what is held up, which makes a connection busy that is not slow.
+    The kernel counts busy time in ticks of 1 to 10 ms, so it is accurate only over many steps.
+    ``delivered_bytes_a_s`` is the kernel's latest estimate of the delivery rate. It stays high when only the
+    receiver's acknowledgements are late: such a connection is busy but not slow.
     """
 
     local: Endpoint
@@ -77,32 +80,33 @@ class Use:
 
 
 @dataclass
-class ConnectionWatch:
-    """Samples every connection of this process at the ends of steps. Does nothing where the kernel does not tell.
+class ConnectionWatch(Watch):
+    """Samples every TCP connection of this process at the end of each step. Does nothing outside Linux.
 
-    It keeps no connection open: what the process closes is closed, and the peer learns of it. What such a
-    connection carried since the last look is not counted.
+    It keeps no connection open: when the process closes one, it is closed, and the peer sees that. What it carried
+    since the last sample is not counted.
     """
 
     uses: list[Use] = field(default_factory=list)
+    peers: Mapping[tuple[Endpoint, Endpoint], int] = field(default_factory=dict)  # ranks, by connections
     _connections: list[_Connection] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)  # descriptors that were looked at
     _since_ns: int = 0
     _ends: int = 0  # of steps, since the beginning
 
-    def begin(self, now_ns: int) -> None:
+    def recording_begins(self, now_ns: int) -> None:
         """Count from now on."""
         self._find()
         for connection in self._connections:
             self._look(connection)
         self._since_ns, self._ends = now_ns, 0
 
-    def end_step(self, step: int, now_ns: int) -> None:
-        """Note what was sent since the last look.
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """Note what was sent since the last sample.
 
-        Connections that were opened meanwhile are found at the ends of the first steps, and of every eighth after them.
+        New connections are looked for at the end of each of the first steps, and of every eighth step after them.
         """
-        if not self._since_ns:
+        if not recorded or not self._since_ns:
             return
         if self._ends < OFTEN or self._ends % SELDOM == 0:
             self._find()
@@ -119,18 +123,22 @@ class ConnectionWatch:
                 )  # fmt: skip
         self._since_ns = now_ns
 
-    def close(self) -> None:
-        """Forget the connections."""
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add what connections to ``peers`` carried."""
+        return rows + link_rows(self.uses, self.peers)
+
+    def forget(self) -> None:
+        """Drop the connections."""
         self._connections.clear()
         self._seen.clear()
         self._since_ns = 0
 
     def pairs(self) -> str:
-        """Both ends of every connection, for other ranks to recognise theirs among."""
+        """Both endpoints of every connection as JSON, for other ranks to match with their own."""
         return json.dumps([[connection.local, connection.remote] for connection in self._connections])
 
     def _find(self) -> None:
-        """Take up connections whose descriptors are new."""
+        """Add connections whose descriptors are new."""
         if sys.platform != "linux":
             return
         try:
@@ -138,41 +146,45 @@ class ConnectionWatch:
         except OSError:
             return
         self._seen &= names
-        known = {one.inode for one in self._connections if one.is_open}
+        open_inodes = {connection.inode for connection in self._connections if connection.is_open}
         for name in names - self._seen:
             try:
-                found = os.fstat(int(name))
-            except OSError:  # closed meanwhile, as the one that the listing took
+                status = os.fstat(int(name))
+            except OSError:  # closed meanwhile, such as the descriptor of the listing itself
                 continue
             self._seen.add(name)
-            if stat.S_ISSOCK(found.st_mode) and found.st_ino not in known and self._has_room:
-                connection = _opened(int(name), found.st_ino)
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino not in open_inodes and self._has_room:
+                connection = _opened(int(name), status.st_ino)
                 if connection is not None:
                     self._connections.append(connection)
-                    known.add(found.st_ino)
+                    open_inodes.add(status.st_ino)
 
     @property
     def _has_room(self) -> bool:
         return len(self._connections) < MAX_CONNECTIONS
 
-    def _look(self, one: _Connection) -> int:
-        """Bring a connection up to date; the rate of delivery, 0 where it is closed."""
-        if not one.is_open:
+    def _look(self, connection: _Connection) -> int:
+        """Update a connection's counters; returns its delivery rate, 0 if it is closed."""
+        if not connection.is_open:
             return 0
         try:
-            told = _told(one.descriptor) if os.fstat(one.descriptor).st_ino == one.inode else None
+            counters = (
+                _tcp_counters(connection.descriptor)
+                if os.fstat(connection.descriptor).st_ino == connection.inode
+                else None
+            )
         except OSError:
-            told = None
-        if told is None:
-            one.is_open = False
-            self._seen.discard(str(one.descriptor))
+            counters = None
+        if counters is None:
+            connection.is_open = False
+            self._seen.discard(str(connection.descriptor))
             return 0
-        one.acked_bytes, one.busy_us, delivered = told
+        connection.acked_bytes, connection.busy_us, delivered = counters
         return delivered
 
 
 def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpoint, Endpoint], int]:
-    """The rank at the other end of each connection that carried something, from what ranks published of theirs."""
+    """The rank at the other end of each connection that carried data, from the endpoints that ranks published."""
     carried: dict[tuple[Endpoint, Endpoint], int] = {}
     for use in uses:
         carried[use.local, use.remote] = carried.get((use.local, use.remote), 0) + use.size_bytes
@@ -187,17 +199,44 @@ def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpo
     }
 
 
+def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
+    """Events of what each connection to another rank carried in each step, and its delivery rate."""
+    rows = []
+    for use in uses:
+        peer = peers.get((use.local, use.remote))
+        if peer is None:
+            continue
+        busy_ns = min(use.busy_ns, use.end_ns - use.start_ns)
+        carried = Event(
+            Kind.LINK,
+            "",
+            Stream.COMMUNICATION,
+            use.step,
+            use.start_ns,
+            busy_ns,
+            size_bytes=use.size_bytes,
+            peer=peer,
+        )
+        rows.append(carried)
+        if use.delivered_bytes_a_s:
+            rate = min(use.delivered_bytes_a_s, 2**62)
+            rows.append(
+                carried._replace(kind=Kind.DELIVERY_RATE, start_ns=use.end_ns, duration_ns=0, size_bytes=rate)
+            )
+    return rows
+
+
 def _opened(descriptor: int, inode: int) -> _Connection | None:
-    """The TCP connection behind ``descriptor``; None for any other socket."""
+    """The TCP connection of ``descriptor``; None for any other socket."""
     family = int.from_bytes(_option(descriptor, socket.SOL_SOCKET, socket.SO_DOMAIN, 4), sys.byteorder)
-    if family not in (socket.AF_INET, socket.AF_INET6) or _told(descriptor) is None:
+    if family not in (socket.AF_INET, socket.AF_INET6) or _tcp_counters(descriptor) is None:
         return None
     try:
-        copied = os.dup(descriptor)  # a socket object closes what it is given
+        copied = os.dup(descriptor)  # a socket object closes its descriptor
     except OSError:
         return None
     try:
-        # Said not to block, or else a default timeout of the process would be set on the job's own connection.
+        # Non-blocking, or socket() would set the process's default timeout on the job's own connection.
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
         copy = socket.socket(family, kind, socket.IPPROTO_TCP, copied)
     except OSError:
@@ -217,10 +256,10 @@ def _endpoint(address: Any) -> Endpoint:
     return host.removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
-def _told(descriptor: int) -> tuple[int, int, int] | None:
-    """Bytes that arrived, microseconds in which some were in flight and there was room, and a rate of arrival.
+def _tcp_counters(descriptor: int) -> tuple[int, int, int] | None:
+    """Acknowledged bytes, busy microseconds not limited by the receiver's window, and the delivery rate (bytes/s).
 
-    None for what is no TCP socket, or where the kernel tells less.
+    None if this is not a TCP socket, or the kernel reports fewer fields.
     """
     info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _LEAST_INFO_BYTES:
@@ -230,7 +269,7 @@ def _told(descriptor: int) -> tuple[int, int, int] | None:
 
 
 def _option(descriptor: int, level: int, name: int, size_bytes: int) -> bytes:
-    """A socket's option by its descriptor alone, without a socket object; nothing where there is none."""
+    """A socket option, read by descriptor without a socket object; empty if it cannot be read."""
     room, size = ctypes.create_string_buffer(size_bytes), ctypes.c_uint32(size_bytes)
     status = _getsockopt()(descriptor, level, name, ctypes.addressof(room), ctypes.addressof(size))
     return room.raw[: size.value] if status == 0 else b""
@@ -247,13 +286,13 @@ def _getsockopt() -> Callable[[int, int, int, int, int], int]:
 CLOCK_KEY = "headway/clock"
 LINKS_KEY = "headway/links"
 BEGIN_PATIENCE = timedelta(seconds=60)
-LOOK_S = 0.5  # how often it is asked how long to wait on
+LOOK_S = 0.5  # how often a wait checks the remaining patience
 
 T = TypeVar("T")
 
 
 class ClockComparison:
-    """Round trips between a rank's clock and rank 0's, before a recording and after it."""
+    """Compares a rank's clock with rank 0's by round trips before and after a recording."""
 
     def __init__(self, number: int) -> None:
         self._key = f"{CLOCK_KEY}/{number}"
@@ -263,44 +302,46 @@ class ClockComparison:
         self._before: list[comparing.RoundTrip] = []
 
     def begin(self) -> None:
-        """Open rank 0's port, or find it and make the first round trips.
+        """Open the port on rank 0; on other ranks, connect to it and make the first round trips.
 
-        Where there can be none, clocks are not compared: what ranks do together tells how far they are apart.
+        If no port can be opened, clocks are aligned later by the ranks' collectives and messages.
         """
         store = torch_private.default_store()
-        found: dict[str, Any] = {}
+        server: dict[str, Any] = {}
         if dist.get_rank() == 0:
             self._secret = trusted.new_secret()
             with contextlib.suppress(OSError, UserError):
                 address = interface.job_address()
                 self._server = self._serving(address)
-                found = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
-            store.set(self._key, json.dumps(found))
+                server = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
+            store.set(self._key, json.dumps(server))
             return
-        with contextlib.suppress(RuntimeError):  # rank 0 does not record, or is gone
+        with contextlib.suppress(RuntimeError):  # rank 0 does not record, or has ended
             store.wait([self._key], BEGIN_PATIENCE)
-            found = json.loads(store.get(self._key))
-        if not found:
+            server = json.loads(store.get(self._key))
+        if not server:
             return
-        self._secret = bytes.fromhex(found["secret"])
-        for host in _hosts(found["address"]):
-            self._address = (host, found["port"])
+        self._secret = bytes.fromhex(server["secret"])
+        for host in _hosts(server["address"]):
+            self._address = (host, server["port"])
             self._before = comparing.measure_round_trips(self._address, self._secret, last=False)
             if self._before:
                 return
 
     def _serving(self, address: str) -> comparing.ClockServer:
-        """Rank 0's server: on its own address alone, unless that may be none that others reach."""
+        """Start rank 0's server: on its own address only, unless other ranks may not reach that."""
         ranks = dist.get_world_size()
         if not interface.is_loopback(address) or interface.is_on_one_host():
-            with contextlib.suppress(OSError):  # others know this machine by an address that is translated
+            with contextlib.suppress(
+                OSError
+            ):  # behind NAT, this machine does not have the address others use
                 return comparing.ClockServer(address, self._secret, ranks)
         return comparing.ClockServer(interface.EVERY_ADDRESS, self._secret, ranks)
 
     def end(self, rank: int, world_size: int, patience_s: Callable[[], float]) -> ClockFit:
-        """Make the last round trips, which rank 0 waits for; how this rank's clock is brought onto rank 0's.
+        """Make the last round trips and fit this rank's clock to rank 0's. Rank 0 waits for the other ranks.
 
-        ``patience_s`` says how long to wait from now on.
+        ``patience_s()`` returns how many seconds may still be waited.
         """
         if rank == 0:
             if self._server is not None:
@@ -320,16 +361,16 @@ class ClockComparison:
 
 
 def _hosts(published: str) -> list[str]:
-    """Where rank 0 may be: it usually lives where everybody met, and may take its loopback for its address."""
+    """The addresses at which rank 0 may be: usually MASTER_ADDR, and the published one, which may be a loopback."""
     master = os.environ.get("MASTER_ADDR", interface.LOOPBACK)
     order = (master, published) if interface.is_loopback(published) else (published, master)
     return list(dict.fromkeys(order))
 
 
 def publish_connections(number: int, connections: ConnectionWatch, patience_s: Callable[[], float]) -> None:
-    """Tell others of this rank's connections, first of all and in every case: they wait for it."""
+    """Publish this rank's connections in the job's store. Comes first, and always: the other ranks wait for it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+        with contextlib.suppress(RuntimeError):  # the store ended with the rank that hosts it
             store, key, pairs = (
                 torch_private.default_store(),
                 _links_key(number, dist.get_rank()),
@@ -341,27 +382,27 @@ def publish_connections(number: int, connections: ConnectionWatch, patience_s: C
 def connection_peers(
     number: int, connections: ConnectionWatch, rank: int, world_size: int, patience_s: Callable[[], float]
 ) -> dict[tuple[Endpoint, Endpoint], int]:
-    """Which rank is at the other end of each connection; nothing where others do not say in time."""
+    """Map each connection to the rank at its other end; empty if the other ranks do not publish theirs in time."""
     if world_size == 1 or not dist.is_initialized():
         return {}
     store = torch_private.default_store()
-    keys = [_links_key(number, other) for other in range(world_size)]
+    keys = [_links_key(number, peer) for peer in range(world_size)]
     try:
         limit = timedelta(seconds=patience_s() + LOOK_S)
         _within(patience_s, lambda: store.wait(keys, limit))
         published = _within(
             patience_s,
-            lambda: {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank},
+            lambda: {peer: store.get(key).decode() for peer, key in enumerate(keys) if peer != rank},
         )
-    except RuntimeError:  # a rank that is gone publishes nothing
+    except RuntimeError:  # some rank has ended without publishing
         return {}
     return peers_of(connections.uses, published)
 
 
 def _within(patience_s: Callable[[], float], ask: Callable[[], T]) -> T:
-    """What ``ask`` has of the store. Raises RuntimeError where patience is over before, or the store is gone.
+    """Return ``ask()``, a request to the store. Raises RuntimeError if patience runs out first, or the store is gone.
 
-    A store whose keeper is frozen answers nothing, and heeds no limit of its own: a thread asks it.
+    If the process that hosts the store is frozen, requests never return, whatever their timeout: a thread makes them.
     """
     answers: list[Callable[[], T]] = []
     answered = threading.Event()

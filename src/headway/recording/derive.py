@@ -1,4 +1,4 @@
-"""From observations to events: when collectives really started, and when computation waited."""
+"""Derives events from observations: when collectives really started, and when computation waited for them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 from headway.collectives.algorithms import ALL_REDUCE, COMPRESSED, GLOO_THREADS, SERVERS
 from headway.collectives.live import Transfer
-from headway.recording.collectives import ObservedCollective
-from headway.recording.connections import Endpoint, Use
+from headway.recording.collectives import CollectiveTap, ObservedCollective
+from headway.recording.modules import ModuleWatch
+from headway.recording.watch import Watch
 from headway.trace.events import Event, Kind, Stream
 
-WAITED_FOR_AT_THE_END = ("gloo", SERVERS, COMPRESSED)  # of a backward, by DDP
+WAITED_FOR_AT_THE_END = ("gloo", SERVERS, COMPRESSED)  # DDP waits for these at the end of a backward
 
 
 @dataclass(slots=True)
 class StrategySpan:
-    """What a strategy's runtime reports of itself; ``kind`` is collective, wait or update.
+    """A span that a strategy's runtime reports; ``kind`` is collective, wait or update.
 
-    The strategy's name is the group of its collectives.
+    ``strategy`` names the group of its collectives.
     """
 
     kind: str
@@ -38,8 +39,32 @@ class StrategySpan:
     strategy: str = ""
 
 
+class CommunicationRows(Watch):
+    """Keeps the spans that strategies report, and adds all collectives and their messages."""
+
+    def __init__(self, tap: CollectiveTap) -> None:
+        self.spans: list[StrategySpan] = []
+        self._tap = tap
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the collectives that the tap observed and strategies reported, and the latter's messages."""
+        return rows + collective_rows(self._tap.observed, self.spans) + transfer_rows(self.spans)
+
+
+class WaitRows(Watch):
+    """Adds waits and updates, which are derived from all other events."""
+
+    def __init__(self, tap: CollectiveTap, modules: ModuleWatch, communication: CommunicationRows) -> None:
+        self._tap, self._modules, self._communication = tap, modules, communication
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the main thread's waits, and the waits and updates that strategies reported."""
+        ends_ns = self._modules.compute_ends_ns
+        return rows + wait_rows(rows, self._tap.observed, ends_ns, self._communication.spans)
+
+
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
-    """Collective events. Buckets number the all-reduces that a backward issues, from 0 in each step."""
+    """Events of all collectives. The all-reduces that a backward issues are numbered as buckets, from 0 in each step."""
     rows: list[Event] = []
     bucket_count: dict[int, int] = defaultdict(int)
     free_ns: dict[str, list[int]] = defaultdict(lambda: [0] * GLOO_THREADS)
@@ -91,7 +116,7 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
 
 
 def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
-    """The messages of a strategy's collectives: they have the sequence and the name of theirs."""
+    """Events of the messages inside a strategy's collectives, with the collective's name and sequence."""
     return [
         Event(
             Kind.SEND if transfer.sends else Kind.RECEIVE,
@@ -112,40 +137,13 @@ def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
     ]
 
 
-def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
-    """What connections to other ranks carried in each step, and how fast."""
-    rows = []
-    for use in uses:
-        peer = peers.get((use.local, use.remote))
-        if peer is None:
-            continue
-        busy_ns = min(use.busy_ns, use.end_ns - use.start_ns)
-        carried = Event(
-            Kind.LINK,
-            "",
-            Stream.COMMUNICATION,
-            use.step,
-            use.start_ns,
-            busy_ns,
-            size_bytes=use.size_bytes,
-            peer=peer,
-        )
-        rows.append(carried)
-        if use.delivered_bytes_a_s:
-            rate = min(use.delivered_bytes_a_s, 2**62)
-            rows.append(
-                carried._replace(kind=Kind.DELIVERY_RATE, start_ns=use.end_ns, duration_ns=0, size_bytes=rate)
-            )
-    return rows
-
-
 def wait_rows(
     rows: Iterable[Event],
     observed: Iterable[ObservedCollective],
     compute_ends_ns: Mapping[int, int],
     spans: Iterable[StrategySpan],
 ) -> list[Event]:
-    """When the main thread was blocked: on gradients after a backward, on its own collectives, on a strategy."""
+    """Events of the main thread's waits: for gradients after a backward, for its own collectives, for a strategy."""
     waits = []
     bucket_ends: dict[int, list[int]] = defaultdict(list)
     observed = list(observed)

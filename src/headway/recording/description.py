@@ -1,4 +1,4 @@
-"""What a recording says of the model and of the strategy that was in force."""
+"""Describes the recorded model, the machine, and the strategy that was in force."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.strategies.registry import ask
 from headway.trace.events import Event, Kind
 
 
-def model_described(
+def describe_model(
     model: nn.Module | None,
     root: nn.Module | None,
     watch: ModuleWatch,
@@ -27,10 +27,7 @@ def model_described(
     optimizers: Sequence[torch.optim.Optimizer],
     memory: PassMemory | None,
 ) -> ModelSpec:
-    """The model of ``root``, with the orders of its last recorded step and what it and its optimizer hold.
-
-    ``model`` is what it is wrapped in.
-    """
+    """Describe the model ``root``, wrapped as ``model``: its module and gradient orders, memory and optimizer state."""
     if root is None:
         return ModelSpec(parameters=())
     return model_spec(root).model_copy(
@@ -46,8 +43,8 @@ def model_described(
     )
 
 
-def machine_described(root: nn.Module | None) -> dict[str, Any]:
-    """On what this rank trains ``root``: the fields of a ``RankInfo`` that tell its device, threads, cores and load."""
+def describe_machine(root: nn.Module | None) -> dict[str, Any]:
+    """The ``RankInfo`` fields for this rank's device, threads, cores and load."""
     parameter = next(root.parameters(), None) if root is not None else None
     return {
         "device": "" if parameter is None else _device_name(parameter.device),
@@ -64,43 +61,43 @@ def _device_name(device: torch.device) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers in order as runs of neighbours: the first and the last of each."""
-    found: list[tuple[int, int]] = []
+    """Group sorted numbers into runs of consecutive ones: the first and last of each run."""
+    runs: list[tuple[int, int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
         else:
-            found.append((number, number))
-    return tuple(found)
+            runs.append((number, number))
+    return tuple(runs)
 
 
-def stage_described(
+def describe_stage(
     stage: Any,
     activation_bytes: Mapping[int, int],
     optimizers: Sequence[torch.optim.Optimizer],
     memory: StageMemory | None,
 ) -> ModelSpec:
-    """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
-    own = list(stage.submod.parameters())
+    """Describe the model of one pipeline stage. ``activation_bytes`` are what one micro-batch keeps in it."""
+    parameters = list(stage.submod.parameters())
     return model_spec(stage.submod).model_copy(
         update={
             "activation_bytes": activation_bytes.get(stage.stage_index, 0),
             "stage_memory": memory,
-            "optimizer_state_bytes": sum(_state_bytes(optimizer, own) for optimizer in optimizers),
+            "optimizer_state_bytes": sum(_state_bytes(optimizer, parameters) for optimizer in optimizers),
         }
     )
 
 
-def of_replica(model: ModelSpec, stage: ModelSpec) -> ModelSpec:
-    """``model``, which is wrapped for data parallelism, as that of a ``stage``: what one micro-batch leaves in it."""
+def for_replica(model: ModelSpec, stage: ModelSpec) -> ModelSpec:
+    """``model``, a data-parallel pipeline stage, with the activations that one micro-batch keeps in ``stage``."""
     held = {"activation_bytes": stage.activation_bytes, "pass_memory": None}
     return model.model_copy(update=held)
 
 
 def strategy_in_force(*trained: object) -> tuple[str, InForce]:
-    """The name of the strategy that a wrapped model, or a stage, is trained under, and what is in force.
+    """The name and settings of the strategy that trains one of ``trained``, wrapped models or stages.
 
-    The name is "" where nothing is trained under any. A strategy that builds on another is asked before it.
+    The name is "" if none does. A strategy that builds on another is tried before it.
     """
     for model in map(acting, trained):
         if model is None:
@@ -118,28 +115,32 @@ def strategy_in_force(*trained: object) -> tuple[str, InForce]:
 def refusals(
     model: nn.Module | None, named_implementations: Mapping[str, bool], *, compiled_around: bool
 ) -> dict[str, str]:
-    """Why strategies would refuse to take the place of a recorded model's wrapper, and passes to change it, by names.
+    """Why strategies and passes cannot be applied to the recorded model, by their names.
 
-    ``named_implementations`` are those of optimizers that the script names; ``compiled_around`` says that code was
-    compiled which calls the wrapper.
+    ``named_implementations`` are the optimizer flags (``foreach``, ``fused``) that the script sets.
+    ``compiled_around``: compiled code calls the wrapper.
     """
-    found = {}
+    reasons = {}
     if model is not None:
         acts = acting(model)
-        found = dict(ask(lambda plugin: plugin.refusal(acts, compiled_around=compiled_around)))
+        reasons = dict(ask(lambda plugin: plugin.refusal(acts, compiled_around=compiled_around)))
     if named_implementations:
-        found[OptimizerImplementation.name] = f"the script has {as_arguments(named_implementations)} itself"
-    return {name: why for name, why in found.items() if why}
+        reasons[OptimizerImplementation.name] = (
+            f"the script sets {as_arguments(named_implementations)} itself"
+        )
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _finds_unused(model: nn.Module | None) -> bool:
-    """Whether each backward finds out what was used; with a static graph DDP does so once."""
+    """Whether DDP looks for unused parameters in every backward; with a static graph it does so once."""
     return bool(getattr(model, "find_unused_parameters", False)) and not getattr(model, "static_graph", False)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, of: Iterable[nn.Parameter] | None = None) -> int:
-    """The size of all state, or of that of the parameters ``of``."""
-    states = optimizer.state.values() if of is None else [optimizer.state.get(each, {}) for each in of]
+    """The bytes of the optimizer's state, of all parameters or only those in ``of``."""
+    states = (
+        optimizer.state.values() if of is None else [optimizer.state.get(parameter, {}) for parameter in of]
+    )
     return sum(
         value.numel() * value.element_size()
         for state in states
@@ -149,7 +150,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, of: Iterable[nn.Parameter] | 
 
 
 def _last_order(rows: Iterable[Event]) -> tuple[str, ...]:
-    """Parameters in the order in which the last recorded step's last backward finished them."""
+    """Parameters in the order in which their gradients became ready in the last recorded step."""
     ready = [row for row in rows if row.kind == Kind.GRADIENT_READY]
     if not ready:
         return ()

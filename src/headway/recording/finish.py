@@ -1,4 +1,4 @@
-"""From the rank files of a recording to a trace, or to one line that says why there is none."""
+"""Assembles the rank files of a recording into a trace, or raises an error that says why there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.clocks import aligned, fit_clocks, meetings_of
 from headway.clocks.comparing import UNKNOWN_NS
 from headway.errors import LaunchError, TraceError, UserError, one_line
 from headway.recording.averaging import realigned
-from headway.recording.place import ATTEMPT, Recording, described
+from headway.recording.place import ATTEMPT, Recording, read_description
 from headway.trace.events import Events
 from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
 from headway.trace.format import MAX_COMMAND_WORD, MAX_COMMAND_WORDS, ClockFit, RankRounds
@@ -30,7 +30,7 @@ _SECRET = re.compile(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What the ranks of one attempt have left in its folder so far."""
+    """The files that the ranks of one attempt have written to its folder so far."""
 
     folder: Path
     description: Recording | None
@@ -39,12 +39,13 @@ class _Attempt:
     world_size: int | None
 
     @property
-    def everybody_is_heard(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether every rank has written its file or its status."""
         return self.world_size is not None and len(self.recorded) + len(self.idle) >= self.world_size
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Which of several to take: a whole recording before others, then the newest."""
+        """The sort key for choosing an attempt: complete recordings first, then the newest."""
         started_s = self.description.started_s if self.description else 0.0
         return self.world_size is not None and len(self.recorded) >= self.world_size, started_s
 
@@ -58,11 +59,11 @@ def finish_recording(
     incomplete: bool = False,
     command: Sequence[str] = (),
 ) -> None:
-    """Assemble ``staging`` into a trace at ``out``: of several attempts that it holds the newest whole one.
+    """Assemble the newest complete attempt in ``staging`` into a trace at ``out``.
 
-    ``world_size`` of None takes it from the files. Waits up to ``wait_s`` for ranks that run elsewhere; where some
-    never wrote, ``incomplete`` has the others kept and the trace say so. ``command`` started the ranks.
-    Raises LaunchError where the job gave nothing to record; ``staging`` is removed in every case.
+    ``world_size=None`` takes it from the files. Waits up to ``wait_s`` for ranks on other hosts. If some never write
+    a file, ``incomplete`` allows a trace without them, with a note. ``command`` is the command that started the ranks.
+    ``staging`` is always removed. Raises LaunchError if nothing was recorded, TraceError if ``out`` cannot be written.
     """
     try:
         attempts = _awaited(staging, world_size, wait_s)
@@ -76,7 +77,9 @@ def finish_recording(
             raise _why_nothing(({"steps": "no"},))
         write_manifest(
             chosen.folder,
-            manifest.model_copy(update={**_told_by(chosen.description), "command": told_command(command)}),
+            manifest.model_copy(
+                update={**_told_by(chosen.description), "command": redacted_command(command)}
+            ),
         )
         if any(info.clock.uncertainty_ns >= UNKNOWN_NS for info in manifest.ranks):
             _compare_clocks(chosen.folder)
@@ -87,30 +90,30 @@ def finish_recording(
         files.remove_folder(staging)
 
 
-def told_command(command: Sequence[str]) -> tuple[str, ...]:
-    """``command`` as a trace keeps it: whole, but for what looks like a secret, or not at all."""
+def redacted_command(command: Sequence[str]) -> tuple[str, ...]:
+    """``command`` with likely secrets hidden; empty if it is too long or not text."""
     if len(command) > MAX_COMMAND_WORDS or any(len(word) > MAX_COMMAND_WORD for word in command):
         return ()
     if not all(map(_is_text, command)):
         return ()
-    told: list[str] = []
+    kept: list[str] = []
     hides_next = False
     for word in command:
         secret = _SECRET.fullmatch(word)
         if hides_next and not word.startswith("-"):
-            told.append(HIDDEN)
+            kept.append(HIDDEN)
         elif secret is not None and secret[2]:
-            told.append(f"{secret[1]}={HIDDEN}")
+            kept.append(f"{secret[1]}={HIDDEN}")
         else:
-            told.append(word)
+            kept.append(word)
         hides_next = secret is not None and not secret[2] and word.startswith("-")
-    return tuple(told)
+    return tuple(kept)
 
 
 def _is_text(word: str) -> bool:
     try:
         word.encode()
-    except UnicodeEncodeError:  # bytes that are no text, which no JSON file can hold
+    except UnicodeEncodeError:  # bytes that are not text cannot be stored as JSON
         return False
     return True
 
@@ -123,23 +126,23 @@ def _told_by(description: Recording | None) -> dict[str, object]:
 
 
 def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Attempt]:
-    """The attempts in ``staging``, the newest last, once everybody of the newest is heard or ``wait_s`` is over."""
+    """The attempts in ``staging``, newest last, once the newest is complete or ``wait_s`` is over."""
     deadline = time.monotonic() + wait_s
     while True:
         if not staging.is_dir():
             raise TraceError(
-                "the recording's folder was removed while recording", got=staging, fix="Record again."
+                "the recording's folder was removed during the recording", got=staging, fix="Record again."
             )
-        folders = [each for each in staging.glob(f"{ATTEMPT}*") if each.is_dir()] or [staging]
-        attempts = sorted((_attempt(folder, world_size) for folder in folders), key=lambda each: each.rank[1])
+        folders = [path for path in staging.glob(f"{ATTEMPT}*") if path.is_dir()] or [staging]
+        attempts = sorted((_attempt(folder, world_size) for folder in folders), key=lambda path: path.rank[1])
         newest = attempts[-1]
-        if newest.everybody_is_heard or newest.world_size is None or time.monotonic() > deadline:
+        if newest.is_complete or newest.world_size is None or time.monotonic() > deadline:
             return attempts
         time.sleep(0.1)
 
 
 def _attempt(folder: Path, world_size: int | None) -> _Attempt:
-    description = described(folder)
+    description = read_description(folder)
     recorded = tuple(sorted(folder.glob("rank-*.parquet")))
     idle = tuple(_status(path) for path in sorted(folder.glob("status-*.json")))
     expected = world_size or (description.world_size if description else _stated_world_size(recorded, idle))
@@ -158,34 +161,34 @@ def _remove_all_but_the_trace(folder: Path) -> None:
 
 
 def _compare_clocks(folder: Path) -> None:
-    """Tell the clocks that could not be compared by round trips from what their ranks did together.
+    """Align clocks without round trips by the collectives and messages of their ranks.
 
-    Ranks of one host read one clock: what is known of it on one of them is known on all.
+    Ranks of one host share a clock: a fit known on one of them holds for all.
     """
     trace = load_trace(folder)
-    known: dict[str, ClockFit] = {}
+    fit_of_host: dict[str, ClockFit] = {}
     unknown = []
     for info in sorted(trace.manifest.ranks, key=lambda info: info.clock.uncertainty_ns):
         if info.clock.uncertainty_ns < UNKNOWN_NS:
-            known.setdefault(info.host, info.clock)
+            fit_of_host.setdefault(info.host, info.clock)
         else:
             unknown.append(info)
-    fits = {info.rank: known[info.host] for info in unknown if info.host in known}
+    fits = {info.rank: fit_of_host[info.host] for info in unknown if info.host in fit_of_host}
     events, rounds = _brought_on(trace.events, fits), _rounds_brought_on(trace.rounds, fits)
     notes = trace.manifest.notes
     if len(fits) < len(unknown):
-        # Events of the known ones are on rank 0's clock by now.
-        prior = {host: ClockFit(uncertainty_ns=fit.uncertainty_ns) for host, fit in known.items()}
+        # Events of hosts with a fit are already on rank 0's clock.
+        prior = {host: ClockFit(uncertainty_ns=fit.uncertainty_ns) for host, fit in fit_of_host.items()}
         try:
-            found = fit_clocks(
+            fitted = fit_clocks(
                 meetings_of(events, trace.hosts), list(dict.fromkeys(trace.hosts.values())), prior=prior
             )
         except UserError as missing:
-            notes = (*notes, f"Clocks were not compared: {missing}")
+            notes = (*notes, f"Clocks were not aligned: {missing}")
         else:
-            told = {info.rank: found[info.host] for info in unknown if info.host not in known}
-            events, rounds = _brought_on(events, told), _rounds_brought_on(rounds, told)
-            fits |= told
+            by_causality = {info.rank: fitted[info.host] for info in unknown if info.host not in fit_of_host}
+            events, rounds = _brought_on(events, by_causality), _rounds_brought_on(rounds, by_causality)
+            fits |= by_causality
     ranks = tuple(
         info.model_copy(update={"clock": fits.get(info.rank, info.clock)}) for info in trace.manifest.ranks
     )
@@ -218,18 +221,18 @@ def _why_nothing(idle: Sequence[dict[str, object]]) -> LaunchError:
     if not idle:
         return LaunchError(
             "nothing was recorded",
-            got="a command of which no process initialised a process group",
-            expected="torchrun, or another launcher, of ranks that call init_process_group",
-            fix="Check that the command starts ranks whose Python can import headway, and is not told -I or -E.",
+            got="a command in which no process initialised a process group",
+            expected="torchrun, or another launcher, starting ranks that call init_process_group",
+            fix="Check that the ranks' Python can import headway, and does not run with -I or -E.",
         )
     steps = idle[0]["steps"]
-    if why := next((str(each["fault"]) for each in idle if each.get("fault")), ""):
+    if why := next((str(status["fault"]) for status in idle if status.get("fault")), ""):
         return LaunchError(
-            "nothing was recorded", got=one_line(why), fix="Report it: the job itself went on."
+            "nothing was recorded", got=one_line(why), fix="Please report this; the job itself went on."
         )
     return LaunchError(
         "nothing was recorded",
         got=f"{steps} optimizer steps",
-        expected="more steps than the warm-up that --steps A:B leaves out",
-        fix="Let the script step longer, or record earlier with --steps 1:4.",
+        expected="more steps than the warm-up before A in --steps A:B",
+        fix="Let the script train longer, or record earlier with --steps 1:4.",
     )

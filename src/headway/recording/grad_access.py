@@ -1,4 +1,10 @@
-"""Reads of gradients between backward and step, and of parameters after it."""
+"""Watches a script's reads of gradients (between backward and step) and of parameters (between step and forward).
+
+A script can read these without calling any function that could be patched. So the class of each plain parameter is
+changed in place, while a read is possible, to one that notes accesses; at other times this costs nothing. The accesses
+that count are those at which the decoupled runtime (``deferred``) would have to bring a parameter up to date. Once
+code has been compiled, parameters are left alone: changing their class would cause a recompilation.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,7 @@ from torch import nn
 
 from headway import torch_private
 from headway.recording.patching import Now, guarded
+from headway.recording.watch import Watch
 from headway.strategies.decoupled.deferred import (
     ABOUT_NEITHER,
     GRADIENT_ACCESS,
@@ -26,20 +33,14 @@ from headway.strategies.live.reads import inside_a_read, watch_reads
 from headway.trace.events import SHARDED, Event, Kind, Read, Stream
 
 Note = Callable[[nn.Parameter, str], None]
-"""Told of a look: the parameter, and the name of the function that looked, where that is known."""
+"""Called at an access, with the parameter and the name of the accessing function ("" if unknown)."""
 
 
-# Classes that parameters are given in place while somebody wants to know who looks at their gradients or values.
-#
-# As in the decoupled runtime (``deferred``): what makes that bring a parameter up to date counts as a look here. None of
-# them is ever constructed.
-
-
-def noticing_gradients(note: Note) -> type[nn.Parameter]:
-    """The class of parameters that tell ``note`` who reads their gradient; values are used at torch's own speed."""
+def class_noting_gradients(note: Note) -> type[nn.Parameter]:
+    """A parameter class that calls ``note`` when its gradient is read. Uses of its value cost nothing extra."""
 
     class NoticedGradient(torch_private.StandsInForParameter):
-        """An ``nn.Parameter`` while looks at its gradient are noted."""
+        """An ``nn.Parameter`` while reads of its gradient are noted. Never constructed."""
 
         @property
         def grad(self) -> torch.Tensor | None:
@@ -62,11 +63,11 @@ def noticing_gradients(note: Note) -> type[nn.Parameter]:
     return NoticedGradient
 
 
-def noticing_values(note: Note) -> type[nn.Parameter]:
-    """The class of parameters that tell ``note`` of every use of their value from Python."""
+def class_noting_values(note: Note) -> type[nn.Parameter]:
+    """A parameter class that calls ``note`` at every use of its value from Python."""
 
     class NoticedValue(torch_private.StandsInForParameter):
-        """An ``nn.Parameter`` while looks at its value are noted."""
+        """An ``nn.Parameter`` while uses of its value are noted. Never constructed."""
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,30 +99,25 @@ def noticing_values(note: Note) -> type[nn.Parameter]:
     return NoticedValue
 
 
-Looked = Callable[[frozenset[str], int, int], None]
-"""Told of looks: the names of the parameters looked at, when the first look was and when the last (ns)."""
+OnAccess = Callable[[frozenset[str], int, int], None]
+"""Called with the names of the accessed parameters, and the times of the first and last access (ns)."""
 
-_CLEARING = "zero_grad"  # of optimizers and modules, which look at what they clear
-
-
-# A script's own reads of gradients and parameters, which call no function that could be replaced.
-#
-# ``.grad`` is watched between backward and step, parameters between a step and the next forward. For that time the class
-# of each plain parameter is changed in place, to one that records being read (``noticing``); at other times it costs
-# nothing. Where code has been compiled, parameters are left alone: changing their class would cause a recompilation.
+_CLEARING = "zero_grad"  # of optimizers and modules: it reads the gradients that it clears
 
 
-class LookWatch:
-    """Tells ``looked`` of one thread's looks while it is open, at a ``flush`` and when it closes.
+class AccessWatch:
+    """Collects one thread's accesses while open, and passes them to ``on_access`` at ``flush`` and ``close``.
 
-    They are looks at gradients that are there, or else at ``values``.
+    Accesses are reads of existing gradients, or uses of parameters' values if ``values`` is set.
     """
 
-    def __init__(self, looked: Looked, *, values: bool = False) -> None:
-        self._looked = looked
+    def __init__(self, on_access: OnAccess, *, values: bool = False) -> None:
+        self._on_access = on_access
         self._values = values
         self._noticing = (
-            noticing_values(guarded(self._note)) if values else noticing_gradients(guarded(self._note))
+            class_noting_values(guarded(self._note))
+            if values
+            else class_noting_gradients(guarded(self._note))
         )
         self._thread = threading.get_ident()
         self._changed: list[nn.Parameter] = []
@@ -130,32 +126,32 @@ class LookWatch:
         self._first_ns = self._last_ns = 0
 
     def open(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note looks at ``parameters``, but at those that a strategy's runtime watches itself."""
+        """Start noting accesses to ``parameters``, except those that a strategy's runtime watches itself."""
         self.close()
         if torch_private.has_compiled():
             return
-        own = {name: p for name, p in parameters.items() if type(p) is nn.Parameter and entry_of(p) is None}
-        self._name_of = {id(p): name for name, p in own.items()}
-        self._changed = list(own.values())
+        plain = {name: p for name, p in parameters.items() if type(p) is nn.Parameter and entry_of(p) is None}
+        self._name_of = {id(p): name for name, p in plain.items()}
+        self._changed = list(plain.values())
         _change(self._changed, nn.Parameter, self._noticing)
 
     def close(self) -> None:
-        """Make the parameters ordinary ones again."""
+        """Turn the parameters back into ordinary ones, and report the accesses."""
         _change(self._changed, self._noticing, nn.Parameter)
         self._changed = []
         self.flush()
 
     def discard(self) -> None:
-        """Close, and tell nobody."""
+        """Close without reporting."""
         self._names.clear()
         self.close()
 
     def flush(self) -> None:
-        """Tell of the looks so far; later ones are others."""
+        """Report the accesses so far; later ones are reported separately."""
         if self._names:
             names = frozenset(self._names)
             self._names.clear()
-            self._looked(names, self._first_ns, self._last_ns)
+            self._on_access(names, self._first_ns, self._last_ns)
 
     def _note(self, parameter: nn.Parameter, caller: str) -> None:
         name = self._name_of.get(id(parameter))
@@ -179,17 +175,17 @@ def _change(
             parameter.__class__ = after
 
 
-class ReadWatch:
-    """Reports reads of one model's gradients and parameters, on the thread that made it, to ``put`` while attached."""
+class ReadWatch(Watch):
+    """Reports reads of one model's gradients and parameters, by the thread that created it, to ``put``."""
 
     def __init__(self, now: Now, put: Callable[[Event], None]) -> None:
         self._now = now
         self._put = put
         self._thread = threading.get_ident()
         self._parameters: dict[str, nn.Parameter] = {}
-        self._watches_looks = True
-        self._looks = LookWatch(self._looked)
-        self._value_looks = LookWatch(self._looked_at_values, values=True)
+        self._is_watching = True
+        self._gradient_access = AccessWatch(self._gradients_accessed)
+        self._value_access = AccessWatch(self._values_accessed, values=True)
 
     def attach(self) -> None:
         """Begin to watch."""
@@ -198,43 +194,47 @@ class ReadWatch:
     def detach(self) -> None:
         """Stop."""
         watch_reads(None)
-        self._looks.discard()
-        self._value_looks.discard()
+        self._gradient_access.discard()
+        self._value_access.discard()
 
     def model_is(self, root: nn.Module) -> None:
-        """Watch reads of this model."""
+        """Watch reads of the model ``root`` from now on."""
         self._parameters = {name: p for name, p in root.named_parameters() if p.requires_grad}
 
     def forget(self) -> None:
-        """Let go of the model."""
+        """Drop the references to the model's parameters."""
         self._parameters = {}
 
     def backward_ended(self) -> None:
-        """The script may read gradients from here on."""
+        """A backward ended: the script may read gradients from now on."""
         now = self._now
-        watched = self._watches_looks and now.recording and not now.phase
+        watched = self._is_watching and now.recording and not now.phase
         if watched and threading.get_ident() == self._thread:
-            self._looks.open(self._parameters)
+            self._gradient_access.open(self._parameters)
 
     def stepped(self) -> None:
-        """The optimizer has stepped: the script may read parameters from here on."""
-        if self._watches_looks and threading.get_ident() == self._thread:
-            self._value_looks.open(self._parameters)
+        """The optimizer has stepped: the script may read parameters from now on."""
+        if self._is_watching and threading.get_ident() == self._thread:
+            self._value_access.open(self._parameters)
 
-    def looking_ends(self) -> None:
-        """A pass or an update begins."""
-        self._looks.close()
-        self._value_looks.close()
+    def update_begins(self) -> None:
+        """Stop watching accesses until the update has ended; a closure may have run a backward in this step."""
+        self.script_reads_end()
+
+    def script_reads_end(self) -> None:
+        """A pass or an update begins: what reads gradients and parameters now is not the script."""
+        self._gradient_access.close()
+        self._value_access.close()
 
     def leave_parameters(self) -> None:
-        """Code is about to be compiled, which must find ordinary parameters: from here on reads are not watched."""
-        self._watches_looks = False
-        self.looking_ends()
+        """Stop watching accesses for good: code is about to be compiled, and needs ordinary parameters."""
+        self._is_watching = False
+        self.script_reads_end()
 
-    def _looked(self, names: frozenset[str], first_ns: int, last_ns: int) -> None:
+    def _gradients_accessed(self, names: frozenset[str], first_ns: int, last_ns: int) -> None:
         self._put_read(Read.LOOK, names, self._with_gradients(), first_ns, last_ns)
 
-    def _looked_at_values(self, names: frozenset[str], first_ns: int, last_ns: int) -> None:
+    def _values_accessed(self, names: frozenset[str], first_ns: int, last_ns: int) -> None:
         self._put_read(Read.VALUES, names, self._parameters, first_ns, last_ns)
 
     def _read(
@@ -245,7 +245,7 @@ class ReadWatch:
             return
         names = self._read_of(tensors)
         if names:
-            self._looks.flush()  # so that reads before and after it are separate
+            self._gradient_access.flush()  # so that reads before and after it are separate
             algorithm = SHARDED if sharded else ""
             self._put_read(what_for, names, self._with_gradients(), start_ns, end_ns, algorithm)
 
@@ -258,7 +258,7 @@ class ReadWatch:
         end_ns: int,
         algorithm: str = "",
     ) -> None:
-        """Put a read of ``names``, which are said only where they are not all ``among`` which it could be."""
+        """Report a read of ``names``. They are listed only if they are not all of ``among``."""
 
         def put(kind: str, name: str, duration_ns: int, algorithm: str = "") -> None:
             step = self._now.step
@@ -270,12 +270,10 @@ class ReadWatch:
                 put(Kind.GRADIENT_READ, name, 0)
 
     def _read_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        """The parameters among ``tensors``, or whose gradients are."""
-        given = {id(tensor) for tensor in tensors}
+        """The names of parameters that are among ``tensors``, or whose gradients are."""
+        ids = {id(tensor) for tensor in tensors}
         return frozenset(
-            name
-            for name, p in self._with_gradients().items()
-            if id(p) in given or id(gradient_of(p)) in given
+            name for name, p in self._with_gradients().items() if id(p) in ids or id(gradient_of(p)) in ids
         )
 
     def _with_gradients(self) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""What one pass of the job holds in memory, watched in the step before those that are recorded."""
+"""Measures what one forward, backward and update hold in memory, in the step before the recorded ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from headway import torch_private
 from headway.memory.pass_watch import PassMemoryWatch
 from headway.model import PassMemory
 from headway.recording.modules import JobHook
+from headway.recording.watch import Watch
 
 
-class MemoryWatch:
-    """Watches the first forward of a step with its backward and update, once, where stock DDP keeps the gradients.
+class MemoryWatch(Watch):
+    """Watches one forward with its backward and update, under stock DistributedDataParallel.
 
-    Watching slows that step, which is not recorded. Nothing is watched where the script has dispatch modes of its own,
-    or compiles.
+    Watching slows that step, which is not recorded. Nothing is watched if the script uses dispatch modes or
+    torch.compile.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class MemoryWatch:
         self._handles: list[Any] = []
 
     def arm(self, model: nn.Module, root: nn.Module) -> None:
-        """Have the next forward of ``model``, whose parameters live in ``root``, begin it."""
+        """Start with the next forward of ``model``, whose parameters live in ``root``."""
         if type(model) is not DistributedDataParallel or self._is_compiled(root):
             return
         self._apart = not model.gradient_as_bucket_view
@@ -46,7 +47,7 @@ class MemoryWatch:
 
     @staticmethod
     def _is_compiled(root: nn.Module) -> bool:
-        """Whether a dispatch mode would keep ``root`` from running compiled, for good."""
+        """Whether anything is compiled: a dispatch mode would disable compiled code for good."""
         return torch_private.has_compiled() or any(map(torch_private.is_compiled, root.modules()))
 
     def update_begins(self) -> None:
@@ -54,8 +55,16 @@ class MemoryWatch:
         if self._watch is not None:
             self._watch.update_begins()
 
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """The update is done."""
+        self.end()
+
+    def detach(self) -> None:
+        """Stop watching."""
+        self.end()
+
     def end(self) -> None:
-        """The update is done, or nothing more is to be watched."""
+        """Stop watching: the update is done, or the recorder detaches."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -63,13 +72,13 @@ class MemoryWatch:
             self.found = self._watch.end()
             self._watch = None
         if self._given_up is not None:
-            self._given_up.stop()  # within a backward that had no effect: autograd restores the modes of before
+            self._given_up.stop()  # again: inside a backward it had no effect, as autograd restores dispatch modes
 
     def _hook(self, register: Callable[..., Any], observe: Callable[..., None], **how: Any) -> None:
         self._handles.append(register(JobHook(observe, self._give_up), **how))
 
     def _give_up(self, _failure: Exception) -> None:
-        """Looking on failed: nothing is found, and the recording goes on."""
+        """Watching failed: give no result, and let the recording go on."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
@@ -79,7 +88,7 @@ class MemoryWatch:
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         ready = torch.is_grad_enabled() and model.training
         if self._watch is not None:
-            if ready:  # a further pass before the update
+            if ready:  # a second forward before the update
                 self.update_begins()
                 self.end()
                 if self.found is not None:

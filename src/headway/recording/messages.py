@@ -1,7 +1,7 @@
-"""Messages from one rank to another as scripts send them: ``dist.send``, ``recv``, ``isend``, ``irecv`` and batches.
+"""Observes a script's point-to-point messages: ``dist.send``, ``recv``, ``isend``, ``irecv`` and batches.
 
-All of them come to methods of a process group, whose works are waited for. Gloo tells the end of a message to who waits
-for it and to nobody else, so that is when it ends here.
+All of them call methods of a process group and return works. Gloo reports a message's end only to the caller of
+``wait``, so the end recorded here is when ``wait`` returns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.recording.collectives import GroupWatch
-from headway.recording.patching import Now, lay_over
+from headway.recording.patching import Now, patch_method
 from headway.recording.pipelines import Label, PipelineWatch
+from headway.recording.watch import Watch
 from headway.strategies.live.channels.observer import THREAD_NAME
 from headway.trace.events import Event, Kind, Stream
 
@@ -30,7 +31,7 @@ from headway.trace.events import Event, Kind, Stream
 class ObservedMessage:
     """One message of this rank. ``end_ns`` is 0 until it was waited for.
 
-    ``peer`` and ``sequence`` are -1 until who sent it is known.
+    ``peer`` and ``sequence`` are -1 while the sender is unknown.
     """
 
     kind: str
@@ -44,8 +45,8 @@ class ObservedMessage:
     sequence: int = -1
 
 
-class MessageWatch:
-    """Observes the messages of this process while attached, but those of Headway's own threads."""
+class MessageWatch(Watch):
+    """Observes the messages of this process while attached, except those of Headway's own threads."""
 
     def __init__(self, now: Now, groups: GroupWatch, pipelines: PipelineWatch) -> None:
         self.observed: list[ObservedMessage] = []
@@ -57,20 +58,28 @@ class MessageWatch:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         assert not self._undo
         for name, kind in (("send", Kind.SEND), ("recv", Kind.RECEIVE), ("recv_anysource", Kind.RECEIVE)):
-            asked = functools.partial(self._asked, kind, name == "recv_anysource")
-            self._undo.append(lay_over(dist.ProcessGroup, name, asked))
-        self._undo.append(lay_over(dist.Work, "wait", self._waited))
+            observe = functools.partial(self._start, kind, name == "recv_anysource")
+            self._undo.append(patch_method(dist.ProcessGroup, name, observe))
+        self._undo.append(patch_method(dist.Work, "wait", self._waited))
 
     def detach(self) -> None:
-        """Leave no trace."""
+        """Remove all patches."""
         while self._undo:
             self._undo.pop()()
         self._works.clear()
 
-    def _asked(
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the messages."""
+        return rows + message_rows(self.observed)
+
+    def forget(self) -> None:
+        """Drop everything observed."""
+        self.observed.clear()
+
+    def _start(
         self, kind: str, of_anybody: bool, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
     ) -> Any:
         enqueue_ns = time.monotonic_ns()
@@ -106,14 +115,14 @@ class MessageWatch:
         return result
 
     def _count(self, seen: ObservedMessage) -> None:
-        """Number a message among those of its group from one rank to another, which both ends count alike."""
+        """Number a message among those from one rank to another in its group; both ends count alike."""
         ends = seen.kind, seen.group, seen.peer
         seen.sequence = self._sequences[ends]
         self._sequences[ends] += 1
 
 
 def message_rows(observed: Iterable[ObservedMessage]) -> list[Event]:
-    """Events of messages. One that nobody waited for is an instant, one from nobody knows whom is left out."""
+    """Events of messages. A message that was never waited for has no duration; one of unknown peer is left out."""
     return [
         Event(
             seen.kind, seen.kind, Stream.COMMUNICATION, seen.step, seen.enqueue_ns,

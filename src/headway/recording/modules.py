@@ -1,8 +1,7 @@
-"""What the main thread does in a step: passes, modules, gradients as they become ready.
+"""Times the main thread's forwards and backwards, module by module, and when each gradient becomes ready.
 
-Modules are watched by hooks that leave the autograd graph as it is: a hook before the node that made a
-module's output marks the begin of that module's backward. (Full backward hooks would insert nodes and views,
-and break in-place activations.)
+Hooks on modules leave the autograd graph unchanged: a pre-hook on the node that created a module's output marks the
+start of that module's backward. Full backward hooks would insert nodes and views, and break in-place activations.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.recording.patching import Failed, Now, fault, guarded, observed_call
+from headway.recording.patching import Now, OnFailure, guarded, observed_call, report_fault
+from headway.recording.watch import Watch
 from headway.trace.events import Event, Kind, Stream
 
 LOSS = "(loss)"
@@ -24,77 +24,85 @@ LOSS = "(loss)"
 Noted = tuple[str, str, int, int, int]  # kind, name, step, start and end
 
 
-class Between(Protocol):
-    """Told of the time between a backward and what follows."""
+class PassListener(Protocol):
+    """Is notified when a pass begins and when a backward ends."""
 
     def backward_ended(self) -> None:
-        """A backward has ended well."""
+        """A backward has ended without an error."""
 
-    def looking_ends(self) -> None:
+    def script_reads_end(self) -> None:
         """A pass begins."""
 
 
 class JobHook:
-    """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing.
+    """A hook on a module or parameter of the job. Its copies and pickles do nothing.
 
-    In compiled code it does nothing either: otherwise whatever a hook reads could cause a recompilation. What it raises
-    is told to ``failed``, and not to the job.
+    It does nothing in compiled code either, where anything it reads could cause a recompilation. Exceptions are passed
+    to ``on_failure``, never to the job.
     """
 
-    def __init__(self, observe: Callable[..., None] | None, failed: Failed = fault) -> None:
-        self._observe, self._failed = observe, failed
+    def __init__(self, observe: Callable[..., None] | None, on_failure: OnFailure = report_fault) -> None:
+        self._observe, self._on_failure = observe, on_failure
 
     def __call__(self, *arguments: Any) -> None:
-        """Observe, and change nothing."""
+        """Call the observer; the module's or parameter's values are unchanged."""
         if self._observe is not None and not torch.compiler.is_compiling():
             try:
                 self._observe(*arguments)
             except Exception as failure:
-                self._failed(failure)
+                self._on_failure(failure)
 
     def __deepcopy__(self, _memo: Any) -> JobHook:
-        """A copied model is not the one that is recorded."""
+        """Copy to a hook that does nothing: a copied model is not recorded."""
         return JobHook(None)
 
     def __reduce__(self) -> Any:
-        """As for a copy."""
+        """Pickle as a hook that does nothing."""
         return JobHook, (None,)
 
 
-class ModuleWatch:
+class ModuleWatch(Watch):
     """Observes the passes of one wrapped model while attached, in steps that are recorded.
 
-    Between two of its hooks a step computes for milliseconds, which drives what they need out of the caches. So they
-    only note what ``rows`` makes events of later. Times are the own monotonic clock's.
+    Between two hooks a step computes for milliseconds and evicts the hooks' code and data from the CPU caches. So hooks
+    only note tuples, from which ``add_rows`` makes events later. Times are those of this host's monotonic clock.
     """
 
-    def __init__(self, now: Now, between: Between) -> None:
-        self.forward_order: list[str] = []
-        self.activation_bytes = 0
-        self.compute_ends_ns: dict[int, int] = {}  # end of a backward pass -> end of its computation
-        self.noted: list[Noted] = []
-        self.unseen: list[str] = []  # modules with parameters that no hook watches, as they run compiled
+    def __init__(self, now: Now, listener: PassListener) -> None:
         self._now = now
-        self._between = between
+        self._listener = listener
         self._handles: list[Any] = []
         self._of_passes: list[Any] = []
         self._of_modules: list[Any] = []
+        self._original_backward: Callable[..., Any] | None = None
+        self._own_backward: Callable[..., Any] | None = None
+        self._stop_counting: Callable[[], int] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.forward_order: list[str] = []
+        self.activation_bytes = 0
+        self.compute_ends_ns: dict[int, int] = {}  # end of each backward pass -> end of its computation
+        self.noted: list[Noted] = []
+        self.unseen: list[str] = []  # modules with parameters that run compiled, and so have no hooks
         self._owners: list[str] = []
-        self.passes_compiled = False  # whether what is compiled calls the wrapper
+        self.passes_compiled = False  # whether compiled code calls the wrapper
         self._first_phase = "enter"
         self._pass_start_ns = 0
         self._backward: _Backward | None = None  # the one in progress
         self._backwards: list[_Backward] = []
-        self._original_backward: Callable[..., Any] | None = None
-        self._own_backward: Callable[..., Any] | None = None
-        self._to_mark: list[tuple[Any, Callable[..., None]]] = []  # nodes of this pass, and what marks them
-        self._stop_counting: Callable[[], int] | None = None
+        self._to_mark: list[tuple[Any, Callable[..., None]]] = []  # nodes of this pass, and their pre-hooks
+
+    def start_over(self) -> None:
+        """Drop the model and everything observed of it: another model is recorded instead."""
+        self.detach()
+        self._reset()
 
     def count_activations(self, root: nn.Module) -> None:
-        """Sum what the innermost modules of ``root`` put out in the next forward, into ``activation_bytes``."""
+        """Sum the output bytes of the innermost modules of ``root`` in the next forward, as ``activation_bytes``."""
         self._stop_counting = count_outputs(root)
 
-    def attach(self, model: nn.Module, root: nn.Module) -> None:
+    def watch_model(self, model: nn.Module, root: nn.Module) -> None:
         """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
         if not self.passes_compiled:
             self.watch_passes(model)
@@ -106,7 +114,7 @@ class ModuleWatch:
         self.watch_backward()
 
     def watch_passes(self, model: nn.Module, phase: str = "enter") -> None:
-        """Watch the forwards of ``model``: the wrapper, or what compiling has made of it; they begin with ``phase``."""
+        """Watch the forwards of ``model``, the wrapper or its compiled version; they begin in ``phase``."""
         self._first_phase = phase
         self._of_passes.append(model.register_forward_pre_hook(JobHook(self._enter_pass), prepend=True))
         self._of_passes.append(model.register_forward_hook(JobHook(self._leave_pass)))
@@ -129,7 +137,7 @@ class ModuleWatch:
                 self._of_modules.append(module.register_forward_hook(leave))
 
     def leave_modules(self, *, passes: bool) -> None:
-        """Remove the hooks on modules, which will be compiled, and those on the wrapper where ``passes`` will be."""
+        """Remove the hooks on modules that will be compiled, and, with ``passes``, those on the wrapper."""
         self._counted()
         self.unseen = self._owners
         _remove(self._of_modules)
@@ -144,28 +152,28 @@ class ModuleWatch:
             _remove(handles)
         self._to_mark.clear()
         if self._original_backward is not None:
-            if torch.autograd.backward is self._own_backward:  # else somebody looks on behind us
+            if torch.autograd.backward is self._own_backward:  # else somebody has patched it after us
                 torch.autograd.backward = self._original_backward
             self._original_backward = self._own_backward = None
 
-    def rows(self) -> list[Event]:
-        """What was observed, as events."""
-        rows = [
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the passes, modules and gradients."""
+        noted = [
             Event(kind, name, Stream.COMPUTE, step, start_ns, end_ns - start_ns)
             for kind, name, step, start_ns, end_ns in self.noted
         ]
-        return rows + [row for backward in self._backwards for row in backward.rows()]
+        return rows + noted + [row for backward in self._backwards for row in backward.rows()]
 
     def forget(self) -> None:
-        """Let go of what was observed."""
+        """Drop everything observed."""
         self.noted.clear()
         self._backwards.clear()
 
     # Forward
 
     def _enter_pass(self, _module: nn.Module, _inputs: Any) -> None:
-        self._between.looking_ends()
-        self._to_mark.clear()  # of a pass that failed
+        self._listener.script_reads_end()
+        self._to_mark.clear()  # left over from a forward that failed
         self._now.phase = self._first_phase
         self._pass_start_ns = time.monotonic_ns()
 
@@ -185,12 +193,12 @@ class ModuleWatch:
     def mark_begin(self, node: Any, begins: Callable[..., None]) -> None:
         """Have ``begins`` called before ``node`` of the autograd graph runs.
 
-        In a pass nodes are collected, and marked at its end: between two modules torch's code for it is out of the
-        caches, and each would cost 30 microseconds.
+        During a forward, nodes are collected and hooked at its end: between two modules, torch's code for hooks is not
+        in the caches, and each hook would cost 30 microseconds.
         """
         if self._now.phase == "forward":
             self._to_mark.append((node, begins))
-        else:  # computed again in a backward, or outside of the wrapper
+        else:  # recomputed in a backward, or called outside the wrapper
             node.register_prehook(begins)
 
     def _mark_nodes(self) -> None:
@@ -206,8 +214,8 @@ class ModuleWatch:
         now = self._now
 
         def observe(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            self._between.looking_ends()
-            self._mark_nodes()  # of a pass that has not ended
+            self._listener.script_reads_end()
+            self._mark_nodes()  # of a forward that has not ended
             before, now.phase = now.phase, "backward"
             self._backward = current = _Backward(now.step, time.monotonic_ns())
             try:
@@ -220,7 +228,7 @@ class ModuleWatch:
             current.end_ns = time.monotonic_ns()
             self._backwards.append(current)
             self.compute_ends_ns[current.end_ns] = current.compute_end_ns or current.end_ns
-            self._between.backward_ended()
+            self._listener.backward_ended()
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if self._backward is not None or not now.recording:
@@ -231,7 +239,7 @@ class ModuleWatch:
         torch.autograd.backward = self._own_backward = backward
 
     def after_backward(self, call: Callable[[], object]) -> bool:
-        """Have ``call`` called as the backward in progress ends, if it is this thread's; False where there is none."""
+        """Have ``call`` called when this thread's backward ends; returns False if none is in progress."""
         current = self._backward
         if current is None or current.thread != threading.get_ident():
             return False
@@ -239,10 +247,10 @@ class ModuleWatch:
         return True
 
     def backward(self) -> _Backward | None:
-        """The backward in progress, told of the end of its graph later: DDP waits for its buckets after that."""
+        """The backward in progress, if any. It is notified when its graph is done: DDP waits for buckets only later."""
         current = self._backward
-        if current is not None and not current.asked:
-            current.asked = True
+        if current is not None and not current.awaits_graph:
+            current.awaits_graph = True
             torch_private.queue_backward_callback(current.graph_done)
         return current
 
@@ -260,17 +268,17 @@ class _Backward:
         self.step = step
         self.marks = [(start_ns, LOSS)]
         self.thread = threading.get_ident()
-        self.then: list[Callable[[], object]] = []  # what is to be called as it ends
-        self.asked = False  # to be told of the end of the graph
+        self.then: list[Callable[[], object]] = []  # callbacks for its end
+        self.awaits_graph = False  # whether ``graph_done`` is registered
         self.compute_end_ns = 0
         self.end_ns = 0
 
     def graph_done(self) -> None:
-        """All gradients are there."""
+        """All gradients are computed."""
         self.compute_end_ns = time.monotonic_ns()
 
     def rows(self) -> Iterator[Event]:
-        """The pass, and each module's share of it."""
+        """Events of the backward, and of each module's share of it."""
         start_ns = self.marks[0][0]
         yield Event(Kind.BACKWARD_PASS, "", Stream.COMPUTE, self.step, start_ns, self.end_ns - start_ns)
         ends_ns = [mark_ns for mark_ns, _ in self.marks[1:]] + [self.compute_end_ns or self.end_ns]
@@ -280,7 +288,7 @@ class _Backward:
 
 
 class _Enter(JobHook):
-    """A module's forward begins."""
+    """Hook: a module's forward begins."""
 
     def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int], *, owns: bool) -> None:
         super().__init__(None)
@@ -288,7 +296,7 @@ class _Enter(JobHook):
         self._order = watch.forward_order if owns and name not in watch.forward_order else None
 
     def __call__(self, *_arguments: Any) -> None:
-        """Note when."""
+        """Note the time."""
         if torch.compiler.is_compiling():
             return
         now = self._now
@@ -301,11 +309,11 @@ class _Enter(JobHook):
             if now.recording:
                 self._starts_ns.append(time.monotonic_ns())
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
 
 class _Leave(JobHook):
-    """A module's forward ends; its backward will begin where that of its output does."""
+    """Hook: a module's forward ends. Its backward will begin at its output's autograd node."""
 
     def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int]) -> None:
         super().__init__(None)
@@ -313,7 +321,7 @@ class _Leave(JobHook):
         self._begins = guarded(self._backward_begins)  # bound once
 
     def __call__(self, *arguments: Any) -> None:
-        """Note when, and ask to be called as the module's backward begins."""
+        """Note the time, and hook the start of the module's backward."""
         now = self._now
         if torch.compiler.is_compiling() or not now.recording:
             return
@@ -329,7 +337,7 @@ class _Leave(JobHook):
                 if node is not None and not _holds(inputs, tensor):
                     self._watch.mark_begin(node, self._begins)
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
     def _backward_begins(self, _gradients: Any) -> None:
         current = self._watch.backward()
@@ -338,25 +346,25 @@ class _Leave(JobHook):
 
 
 class _Ready(JobHook):
-    """A parameter's gradient is complete."""
+    """Hook: a parameter's gradient is complete."""
 
     def __init__(self, watch: ModuleWatch, now: Now, name: str) -> None:
         super().__init__(None)
         self._watch, self._now, self._name = watch, now, name
 
     def __call__(self, *_arguments: Any) -> None:
-        """Note when."""
+        """Note the time."""
         now = self._now
         try:
             if now.recording and self._watch.backward() is not None:
                 now_ns = time.monotonic_ns()
                 self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
         except Exception as failure:
-            fault(failure)
+            report_fault(failure)
 
 
 def count_outputs(root: nn.Module) -> Callable[[], int]:
-    """Sum the bytes that the innermost modules put out, until the result is called."""
+    """Sum the output bytes of the innermost modules from now on; the returned function stops and returns the sum."""
     total = 0
 
     def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -378,7 +386,7 @@ def count_outputs(root: nn.Module) -> Callable[[], int]:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module is given or puts out."""
+    """The tensors in a module's inputs or outputs."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -394,7 +402,7 @@ def _holds(value: Any, tensor: torch.Tensor) -> bool:
     if value is tensor:
         return True
     if isinstance(value, (tuple, list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            if one is tensor or (one.__class__ is not torch.Tensor and _holds(one, tensor)):
+        for part in value.values() if isinstance(value, dict) else value:
+            if part is tensor or (part.__class__ is not torch.Tensor and _holds(part, tensor)):
                 return True
     return False

@@ -1,4 +1,8 @@
-"""Reversible patches of other people's functions while a recording lasts, and where the job is."""
+"""Reversible monkey-patches used while recording, and the handling of failures in observers.
+
+An exception in an observer never reaches the job: the job gets the result that it would have had without the observer,
+and the listeners of ``on_fault`` are called, which stop the recording.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from headway.errors import one_line
 
 @dataclass(slots=True)
 class Now:
-    """The current step, whether it is recorded, and what the main thread is in.
+    """Where the job is now: the current step, whether it is recorded, and the phase of the main thread.
 
-    ``phase`` is "" (between passes), "enter" (a forward, before its first module), "forward" or "backward".
+    ``phase`` is "" (between passes), "enter" (in a forward, before its first module), "forward" or "backward".
     """
 
     step: int = 0
@@ -23,56 +27,50 @@ class Now:
     phase: str = ""
 
 
-Failed = Callable[[Exception], object]
+OnFailure = Callable[[Exception], object]
 
-_told: list[Failed] = []
-
-
-# The edge between a job and what observes it: functions laid over other people's, and what goes wrong in ours.
-#
-# Whatever an observer raises stops here. The job gets what it would have got without it, and ``on_fault`` is told, which
-# stops the recording.
+_listeners: list[OnFailure] = []
 
 
-def on_fault(told: Failed) -> Callable[[], None]:
-    """Have ``told`` called with what an observer raises, until what is returned is called."""
-    _told.append(told)
+def on_fault(listener: OnFailure) -> Callable[[], None]:
+    """Call ``listener`` with every exception of an observer, until the returned function is called."""
+    _listeners.append(listener)
 
     def leave() -> None:
-        if told in _told:
-            _told.remove(told)
+        if listener in _listeners:
+            _listeners.remove(listener)
 
     return leave
 
 
-def fault(failure: Exception) -> None:
-    """An observer has raised ``failure``."""
-    if not _told:
-        print(f"headway: {described(failure)}; the job goes on", file=sys.stderr, flush=True)
-    for told in _told[:]:
-        told(failure)
+def report_fault(failure: Exception) -> None:
+    """Pass an observer's exception to the listeners; without listeners, print it."""
+    if not _listeners:
+        print(f"headway: {describe_failure(failure)}; the job goes on", file=sys.stderr, flush=True)
+    for listener in _listeners[:]:
+        listener(failure)
 
 
-def described(failure: Exception) -> str:
-    """What an observer raised, in one line."""
+def describe_failure(failure: Exception) -> str:
+    """An observer's exception as one line of text."""
     return one_line(f"an observer failed ({type(failure).__name__}: {failure})", 300)
 
 
-def guarded(observe: Callable[..., Any], failed: Failed = fault) -> Callable[..., Any]:
-    """``observe``, which raises nothing: ``failed`` is told instead, and None returned."""
+def guarded(observe: Callable[..., Any], on_failure: OnFailure = report_fault) -> Callable[..., Any]:
+    """Wrap ``observe`` so that it never raises: ``on_failure`` is called instead, and None returned."""
 
     @functools.wraps(observe)
     def guard(*args: Any, **kwargs: Any) -> Any:
         try:
             return observe(*args, **kwargs)
         except Exception as failure:
-            failed(failure)
+            on_failure(failure)
 
     return guard
 
 
 class _Original:
-    """The job's own function, as an observer calls it, and how that call went."""
+    """The job's function as an observer calls it. Keeps the call's result or error."""
 
     __slots__ = ("__name__", "error", "function", "result", "returned")
 
@@ -96,27 +94,25 @@ class _Original:
 def observed_call(
     function: Callable[..., Any], observe: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``observe(function, *args)``, which calls ``function``; where it fails, what ``function`` alone would do."""
+    """Call ``observe(function, *args)``, which calls ``function``. If the observer fails, do what ``function`` would."""
     original = _Original(function)
     try:
         return observe(original, *args, **kwargs)
     except BaseException as failure:
         if original.error is not None:
-            if failure is not original.error:  # raised by the observer as it heard of it
+            if failure is not original.error:  # the observer failed while handling the job's error
                 raise original.error from None
             raise
         if not isinstance(failure, Exception):
             raise
-        fault(failure)
+        report_fault(failure)
         return original.result if original.returned else function(*args, **kwargs)
 
 
-def lay_over(owner: Any, name: str, observe: Callable[..., Any]) -> Callable[[], None]:
-    """Have ``owner.name(*args)`` call ``observe(original, *args)``; returns what takes it off again."""
+def patch_method(owner: Any, name: str, observe: Callable[..., Any]) -> Callable[[], None]:
+    """Make ``owner.name(*args)`` call ``observe(original, *args)``; returns a function that undoes this."""
     original = getattr(owner, name)
-    kept = vars(owner)[
-        name
-    ]  # a method of C++ does not bind any more where what ``getattr`` gives is put back
+    kept = vars(owner)[name]  # not ``original``: put back, a bound C++ method would not bind again
     watching = True
 
     @functools.wraps(original)
@@ -125,7 +121,7 @@ def lay_over(owner: Any, name: str, observe: Callable[..., Any]) -> Callable[[],
 
     def take_off() -> None:
         nonlocal watching
-        watching = False  # where others have laid theirs over it, it stays, and passes calls on
+        watching = False  # if somebody patched it after us, it stays in place and passes calls on
         if getattr(owner, name) is observed:
             setattr(owner, name, kept)
 

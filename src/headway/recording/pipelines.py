@@ -1,4 +1,8 @@
-"""Pipelines of ``torch.distributed.pipelining``: which stage and which micro-batch passes and messages are of."""
+"""Observes pipelines of ``torch.distributed.pipelining``: stages, micro-batches, memory and times of chained modules.
+
+``PipelineWatch`` patches stages and schedules and labels passes and messages with their stage and micro-batch.
+``StageMemoryWatch`` measures what one step of a stage holds in memory, ``ChainTimer`` times the modules of its chain.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +25,26 @@ from headway.memory.pass_watch import Allocations
 from headway.model import Chain, HalvedBackward, StageMemory
 from headway.recording.chains import ChainWatch, unwrapped
 from headway.recording.modules import JobHook, count_outputs, tensors_of
-from headway.recording.patching import Now, guarded, lay_over
+from headway.recording.patching import Now, guarded, patch_method
+from headway.recording.watch import Watch
 from headway.trace.events import Event, Kind, Stream
 
 T = TypeVar("T")
 
 
-class LinkTimes:
-    """Times the modules of one stage's chain while attached, a micro-batch at a time.
+class ChainTimer:
+    """Times the modules of one stage's chain, in each micro-batch's forward and backward, while attached.
 
-    A forward is divided at the moments at which modules are called, a backward at those at which the gradients of what
-    they have put out are there. What lies before and behind the chain counts to its ends.
+    A forward is divided at the calls of the modules, a backward at the moments when the gradients of their outputs are
+    ready. Time before and after the chain counts toward its first and last module.
     """
 
     def __init__(self, stage: nn.Module, chain: Chain) -> None:
         self._chain = chain
         self._entered_ns: list[int] = []
-        self._came_back: list[tuple[int, int]] = []  # when, and to which module
+        self._came_back: list[
+            tuple[int, int]
+        ] = []  # time, and place of the module whose output gradient was ready
         self._forwards: list[list[int]] = []
         self._backwards: list[list[int]] = []
         self._handles = []
@@ -74,7 +81,7 @@ class LinkTimes:
         return result
 
     def timed(self) -> Chain:
-        """The chain with the median of what was timed; as it was where nothing was."""
+        """The chain with the modules' median times; unchanged if nothing was timed."""
         if not self._forwards or not self._backwards:
             return self._chain
         links = [
@@ -93,14 +100,14 @@ class LinkTimes:
 
 
 class _Mark(JobHook):
-    """Has noted when the gradient of what a module puts out is there."""
+    """Hook: notes when the gradient of a module's output is ready."""
 
     def __init__(self, noted: list[tuple[int, int]], place: int) -> None:
         super().__init__(self._mark)
         self._noted, self._place = noted, place
 
     def _mark(self, *arguments: Any) -> None:
-        """Mark the node of the output."""
+        """Hook the autograd node of the output."""
         for tensor in tensors_of(arguments[-1]):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(guarded(self._there))
@@ -128,34 +135,34 @@ Ends = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class StageMemoryWatch:
-    """Watches one step of this rank's stage, with its update, once.
+    """Measures the memory of one step of this rank's stage, including the update.
 
-    Watching slows that step, which is not recorded. Nothing is watched where a rank has several stages, where the
-    script has dispatch modes of its own, or compiles.
+    Watching slows that step, which is not recorded. Nothing is watched if the rank has several stages, or the script
+    uses dispatch modes or torch.compile.
     """
 
     def __init__(self) -> None:
         self.found: StageMemory | None = None
         self._armed = False
         self._step: _Step | None = None
-        self._again = False  # whether a second step was made before the update
+        self._again = False  # whether a second step began before the update
 
     def arm(self) -> None:
         """Watch the next step of a schedule."""
         self._armed = True
 
-    def step_begins(self, stages: Sequence[Any], given: Any) -> None:
-        """A schedule begins a step of ``stages``, on a batch and targets that are among ``given``."""
+    def step_begins(self, stages: Sequence[Any], inputs: Any) -> None:
+        """A schedule begins a step of ``stages``; ``inputs`` hold the batch and the targets."""
         if self._step is not None:
             self._again = True
         elif self._armed and len(stages) == 1 and _may_be_watched(stages[0].submod):
             self._armed = self._again = False
-            self._step = _Step(stages[0], given)
+            self._step = _Step(stages[0], inputs)
 
     def begin_pass(self, kind: str, carry_out: Callable[[], Any], ends: Callable[[], Ends]) -> Any:
-        """Carry out a pass and note what it holds; of a forward, until ``loss_done``.
+        """Run a pass and measure what it holds; a forward is measured until ``loss_done``.
 
-        ``ends`` has a backward's loss or outputs, and the inputs that gradients go to.
+        ``ends()`` returns where a backward begins (its loss or outputs) and ends (its inputs).
         """
         step = self._watched
         if step is None:
@@ -170,17 +177,17 @@ class StageMemoryWatch:
                 step.pass_ends()
 
     def loss_done(self) -> None:
-        """The loss behind a forward is computed, where there is one."""
+        """The loss after a forward, if there is one, is computed."""
         if (step := self._watched) is not None:
             step.pass_ends()
 
     def receives(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are received into."""
+        """``tensors`` are receive buffers, which are counted separately."""
         if self._step is not None:
             self._step.receives(tensors)
 
     def step_ends(self, result: Any) -> None:
-        """The schedule's step is done, and hands ``result`` to the script."""
+        """The schedule's step is done, and returns ``result`` to the script."""
         if (step := self._watched) is not None:
             step.ends(result)
 
@@ -190,7 +197,7 @@ class StageMemoryWatch:
             self._step.update_begins()
 
     def end(self) -> None:
-        """The update is done, or nothing more is to be watched."""
+        """Stop watching: the update is done, or the recorder detaches."""
         step, self._step = self._step, None
         if step is not None:
             self.found = step.close()
@@ -203,27 +210,27 @@ class StageMemoryWatch:
 
 
 class _Pass(NamedTuple):
-    """One pass: the most that was held in it and what was held behind it, in addition to what was before it."""
+    """One pass: the peak during it and what is left after it, both relative to what was held before."""
 
     most_bytes: int
     left_bytes: int
 
 
 class _Step:
-    """One step of ``stage`` while it is watched, from its begin on."""
+    """The measurements of one step of ``stage``."""
 
-    def __init__(self, stage: Any, given: Any) -> None:
+    def __init__(self, stage: Any, inputs: Any) -> None:
         self._stage = stage
         self._module: nn.Module = stage.submod
-        self._batch_bytes = _bytes_of(given)
+        self._batch_bytes = _bytes_of(inputs)
         self._received: dict[int, int] = {}
         self._passes: dict[str, list[_Pass]] = {}
-        self._open: tuple[str, int] | None = None  # the pass in progress, and what was held before it
+        self._open: tuple[str, int] | None = None  # the pass in progress, and the bytes held before it
         self._weighted_bytes = self._most_bytes = self._held_bytes = 0
         self._kept = any(p.grad is not None for p in self._module.parameters())
         self._ended: dict[str, int] | None = None
         self._whole: WholeBackward | None = None
-        self._halved: HalvedBackward | None = None  # told from a whole one
+        self._halved: HalvedBackward | None = None  # estimated from a full backward
         self._handles = [
             module.register_forward_hook(JobHook(self._put_out))
             for module in self._module.modules()
@@ -240,22 +247,22 @@ class _Step:
         if self._open is None:
             return
         (kind, before_bytes), self._open = self._open, None
-        found = _Pass(self._peak_bytes() - before_bytes, self._allocations.held_bytes - before_bytes)
-        self._passes.setdefault(kind, []).append(found)
+        observed = _Pass(self._peak_bytes() - before_bytes, self._allocations.held_bytes - before_bytes)
+        self._passes.setdefault(kind, []).append(observed)
         if self._whole is not None:
             self._halved, self._whole = self._whole.end(), None
 
     def looks_into(self, ends: Callable[[], Ends]) -> None:
-        """A whole backward begins: see in the first what halves of it would hold.
+        """A full backward begins: estimate from the first one what its two halves would hold.
 
-        DDP has hooks that halves would leave out, and is not halved.
+        Skipped for DistributedDataParallel, whose hooks would not run in halved backwards.
         """
         if BACKWARD in self._passes or isinstance(self._module, DistributedDataParallel):
             return
         try:
             parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             self._whole = WholeBackward(self._allocations, *ends(), parameters)
-        except Exception:  # whatever a stage is made of: training goes on
+        except Exception:  # training goes on, whatever the stage is made of
             self._whole = None
 
     def receives(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -265,12 +272,12 @@ class _Step:
             self._allocations.leave_out(tensor)
 
     def ends(self, result: Any) -> None:
-        """Note what is held for the script, and gradients; ``result`` is what it is handed."""
+        """Note the bytes of gradients and of what is kept for the script; ``result`` is returned to it."""
         self._peak_bytes()
         count = max(1, len(self._passes.get(FORWARD, ())))
         gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
         self._ended = {
-            "outputs_bytes": self._bytes_made(torch_private.outputs_kept(self._stage)) // count,
+            "outputs_bytes": self._bytes_made(torch_private.kept_outputs(self._stage)) // count,
             "end_bytes": self._bytes_made(result),
             "weighted_bytes": self._weighted_bytes // count,
             "gradient_bytes": _bytes_of(gradients),
@@ -281,7 +288,7 @@ class _Step:
         self._held_bytes = self._allocations.held_bytes
 
     def close(self) -> StageMemory | None:
-        """What was found; None unless it was a step with backwards, and of tensors that are understood."""
+        """The measurements; None if the step had no backward, or had tensors whose memory cannot be determined."""
         for handle in self._handles:
             handle.remove()
         held_bytes = max(self._held_bytes, self._allocations.held_bytes)
@@ -306,9 +313,9 @@ class _Step:
         )
 
     def _backward_bytes(self) -> tuple[int, int]:
-        """The most in the first backward, and in others; of halved ones, in both halves together."""
-        if whole := self._passes.get(BACKWARD):
-            return _first_and_later(whole)
+        """The peak of the first backward, and of later ones; for halved backwards, over both halves."""
+        if backwards := self._passes.get(BACKWARD):
+            return _first_and_later(backwards)
         halves = self._halves()
         if halves is None:
             return 0, 0
@@ -329,7 +336,7 @@ class _Step:
         )  # fmt: skip
 
     def _bytes_made(self, value: Any) -> int:
-        """What the tensors in ``value`` hold of what was made in the step."""
+        """The bytes of tensors in ``value`` that were allocated in this step."""
         return sum(self._allocations.holds(tensor) for tensor in _apart(torch_private.tensors_in(value)))
 
     def _peak_bytes(self) -> int:
@@ -350,19 +357,19 @@ def _may_be_watched(module: nn.Module) -> bool:
 
 
 def _first_and_later(passes: Sequence[_Pass]) -> tuple[int, int]:
-    """The most in the first of ``passes``, and in the others where there are any."""
+    """The peak of the first of ``passes``, and of the later ones (the first's if there are none)."""
     first, *later = (max(0, pass_.most_bytes) for pass_ in passes)
     return first, max(later, default=first)
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor of each memory that can be told."""
-    known = (tensor for tensor in tensors if tensor.layout == torch.strided)
-    return list({torch_private.storage_key(each.untyped_storage()): each for each in known}.values())
+    """One tensor for each distinct storage, of strided tensors only."""
+    strided = (tensor for tensor in tensors if tensor.layout == torch.strided)
+    return list({torch_private.storage_key(tensor.untyped_storage()): tensor for tensor in strided}.values())
 
 
 def _bytes_of(value: Any) -> int:
-    return sum(each.untyped_storage().nbytes() for each in _apart(torch_private.tensors_in(value)))
+    return sum(tensor.untyped_storage().nbytes() for tensor in _apart(torch_private.tensors_in(value)))
 
 
 PASSES = {
@@ -375,7 +382,7 @@ _LABELLED = (Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD,
 
 
 class Label(NamedTuple):
-    """A stage of a pipeline, and a micro-batch."""
+    """The pipeline stage and micro-batch of an event; -1 if unknown."""
 
     stage: int = -1
     micro_batch: int = -1
@@ -391,40 +398,39 @@ class ObservedPass(NamedTuple):
     end_ns: int
 
 
-class PipelineWatch:
-    """Observes the stages of this process while attached."""
+class PipelineWatch(Watch):
+    """Observes the pipeline stages of this process while attached."""
 
     def __init__(self, now: Now) -> None:
         self.observed: list[ObservedPass] = []
         self.stages: dict[int, Any] = {}  # by their indices
-        self.activation_bytes: dict[
-            int, int
-        ] = {}  # what one micro-batch's forward leaves for backward, about
+        # stage -> roughly the bytes that one micro-batch's forward keeps for backward
+        self.activation_bytes: dict[int, int] = {}
         self.memory = StageMemoryWatch()
         self._chains: dict[int, ChainWatch] = {}
-        self._link_times: dict[int, LinkTimes] = {}
+        self._link_times: dict[int, ChainTimer] = {}
         self._times_links = False
         self._now = now
         self._labels: Any = WeakIdKeyDictionary()  # of tensors that are sent, or received into
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Begin to watch, unless it has begun, or torch's pipelines are not imported yet."""
+        """Start watching, unless already started, or ``torch.distributed.pipelining`` is not imported yet."""
         stage = torch_private.pipeline_stage()
         if stage is None or self._undo:
             return
         for name, kind in PASSES.items():
-            self._undo.append(lay_over(stage, name, functools.partial(self._passes, kind)))
+            self._undo.append(patch_method(stage, name, functools.partial(self._passes, kind)))
         for name in MESSAGES:
-            self._undo.append(lay_over(stage, name, self._messages))
+            self._undo.append(patch_method(stage, name, self._messages))
         for schedule in torch_private.pipeline_schedules():
-            self._undo.append(lay_over(schedule, "step", self._steps))
+            self._undo.append(patch_method(schedule, "step", self._steps))
         self._undo.append(
-            lay_over(torch_private.pipeline_schedule(), torch_private.COMPUTE_LOSS, self._losses)
+            patch_method(torch_private.pipeline_schedule(), torch_private.COMPUTE_LOSS, self._losses)
         )
 
     def detach(self) -> None:
-        """Leave no trace."""
+        """Remove all patches and hooks."""
         while self._undo:
             self._undo.pop()()
         self._labels = WeakIdKeyDictionary()
@@ -434,8 +440,25 @@ class PipelineWatch:
         for times in self._link_times.values():
             times.detach()
 
+    def step_begins(self, step: int) -> None:
+        """Try to attach again after the first step, in which torch's pipelines may have been imported."""
+        if step == 1:
+            self.attach()
+
+    def update_begins(self) -> None:
+        """An optimizer begins to update."""
+        self.memory.update_begins()
+
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """The update is done."""
+        self.memory.end()
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Label the events inside passes, and add passes that are missing."""
+        return labelled(rows, self.observed)
+
     def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
-        """The stage and the micro-batch that one of ``tensors`` is sent or received for, if any is."""
+        """The stage and micro-batch for which one of ``tensors`` is sent or received; ``Label()`` if there is none."""
         return next((self._labels[tensor] for tensor in tensors if tensor in self._labels), Label())
 
     def _passes(
@@ -462,7 +485,7 @@ class PipelineWatch:
                 self.observed.append(ObservedPass(kind, label, self._now.step, start_ns, time.monotonic_ns()))
 
     def _counted(self, stage: Any) -> Callable[[], int] | None:
-        """Begin to sum what modules put out in the first forward of ``stage`` that is seen; None in later ones."""
+        """Start summing module outputs in the first forward of ``stage``; None in later ones."""
         if stage.stage_index in self.stages:
             return None
         self.stages[stage.stage_index] = stage
@@ -471,24 +494,24 @@ class PipelineWatch:
         return count_outputs(stage.submod)
 
     def time_links(self, wanted: bool) -> None:
-        """Time the modules of stages that are chains, or no longer."""
+        """Start or stop timing the modules of stages that are chains."""
         if wanted and not self._times_links:
             for index, watch in self._chains.items():
                 if watch.found is not None and watch.found.links and index not in self._link_times:
-                    self._link_times[index] = LinkTimes(unwrapped(self.stages[index].submod), watch.found)
+                    self._link_times[index] = ChainTimer(unwrapped(self.stages[index].submod), watch.found)
         elif not wanted:
             for times in self._link_times.values():
                 times.detach()
         self._times_links = wanted
 
     def chain_of(self, index: int) -> Chain | None:
-        """The chain of a stage's modules, with their times where they were timed."""
+        """The chain of a stage's modules, with their times if they were measured."""
         if index in self._link_times:
             return self._link_times[index].timed()
         return self._chains[index].found if index in self._chains else None
 
     def forget(self) -> None:
-        """Let go of what was observed."""
+        """Drop everything observed."""
         self.observed.clear()
         self.stages.clear()
         self.activation_bytes.clear()
@@ -516,33 +539,33 @@ class PipelineWatch:
 
 
 def _held_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Which of the passes that differ in what they hold the method ``name`` of a stage carries out."""
+    """Which kind of pass, in terms of memory, the method ``name`` of a stage runs."""
     if PASSES[name] == Kind.FORWARD_PASS:
         return FORWARD
     if name == "backward_weight_one_chunk":
         return WEIGHT_GRADIENT
-    whole = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-    return BACKWARD if whole else INPUT_GRADIENT
+    is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+    return BACKWARD if is_full else INPUT_GRADIENT
 
 
 def labelled(rows: Sequence[Event], observed: Sequence[ObservedPass]) -> list[Event]:
-    """``rows`` with the stage and the micro-batch of those inside a pass, and passes that are not among them."""
-    passes = sorted(observed, key=lambda each: each.start_ns)
+    """``rows`` labelled with stage and micro-batch where they lie inside a pass, plus the passes missing from them."""
+    passes = sorted(observed, key=lambda pass_: pass_.start_ns)
     starts_ns = [pass_.start_ns for pass_ in passes]
     seen = set()
-    found = []
+    events = []
     for row in rows:
         at = bisect_right(starts_ns, row.start_ns) - 1
         if row.kind in _LABELLED and at >= 0 and row.end_ns <= passes[at].end_ns:
             row = row._replace(stage=passes[at].label.stage, micro_batch=passes[at].label.micro_batch)
             if row.kind == passes[at].kind:
                 seen.add(at)
-        found.append(row)
-    found += [
+        events.append(row)
+    events += [
         Event(
-            each.kind, "", Stream.COMPUTE, each.step, each.start_ns, each.end_ns - each.start_ns,
-            stage=each.label.stage, micro_batch=each.label.micro_batch,
+            pass_.kind, "", Stream.COMPUTE, pass_.step, pass_.start_ns, pass_.end_ns - pass_.start_ns,
+            stage=pass_.label.stage, micro_batch=pass_.label.micro_batch,
         )
-        for at, each in enumerate(passes) if at not in seen
+        for at, pass_ in enumerate(passes) if at not in seen
     ]  # fmt: skip
-    return found
+    return events

@@ -1,7 +1,7 @@
-"""Where the rank files of one recording go: a folder that rank 0 makes, or a local one for ranks that do not see it.
+"""Decides where rank files go: to rank 0's folder, or to a local one from which they are sent to rank 0.
 
-Every attempt of a job (a restart by torchrun, another group) is a recording of its own, in a folder of its own below
-the one that its launcher made, so that files of two attempts never mix.
+Every attempt of a job (a restart by torchrun, another process group) is a separate recording. It has its own folder
+inside the launcher's, so that files of two attempts never mix.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from headway.rpc.interface import host_name
 
 FILES_KEY = "headway/files"
 PIECE_BYTES = 2**20
-PIECES_AHEAD = 4  # that a store holds of a rank at most
+PIECES_AHEAD = 4  # how many pieces of a rank's file the store holds at most
 MAX_FILE_BYTES = 4 * 2**30
 _NAME = re.compile(r"(rank-\d{5,6}\.parquet|status-\d{5,6}\.json)\Z")
 
 
 def announce(token: str, rank: int) -> None:
-    """Tell rank 0, before training, that ``rank`` is going to send the file of the recording ``token``."""
+    """Tell rank 0, before training, that ``rank`` will send its file of the recording ``token``."""
     store = torch_private.default_store()
     store.set(f"{FILES_KEY}/{token}/sender/{store.add(f'{FILES_KEY}/{token}/senders', 1) - 1}", str(rank))
 
 
 def send(token: str, rank: int, folder: Path, patience_s: float) -> None:
-    """Send what ``rank`` wrote into ``folder``. Raises RuntimeError where rank 0 takes nothing for ``patience_s``."""
+    """Send the file that ``rank`` wrote into ``folder``.
+
+    Raises RuntimeError if rank 0 accepts nothing for ``patience_s`` seconds.
+    """
     store = torch_private.default_store()
     path = next(
         path for path in sorted(folder.iterdir()) if _NAME.match(path.name) and f"-{rank:05d}." in path.name
@@ -54,9 +57,9 @@ def send(token: str, rank: int, folder: Path, patience_s: float) -> None:
 
 
 def receive(token: str, folder: Path, patience_s: float) -> tuple[int, ...]:
-    """On rank 0: put every file that ranks announced into ``folder``; returns the ranks whose file came.
+    """On rank 0: receive every announced file into ``folder``; returns the ranks whose file arrived.
 
-    Waits up to ``patience_s`` for each piece; a rank that is gone is left out.
+    Waits up to ``patience_s`` seconds for each piece; ranks that have ended are skipped.
     """
     store = torch_private.default_store()
     came = []
@@ -64,7 +67,7 @@ def receive(token: str, folder: Path, patience_s: float) -> tuple[int, ...]:
         rank = int(store.get(f"{FILES_KEY}/{token}/sender/{number}"))
         try:
             _receive_one(store, token, rank, folder, timedelta(seconds=patience_s))
-        except (RuntimeError, TraceError):  # a RuntimeError where nothing came in time
+        except (RuntimeError, TraceError):  # a RuntimeError if nothing arrived in time
             continue
         came.append(rank)
     return tuple(came)
@@ -75,7 +78,11 @@ def _receive_one(store: Any, token: str, rank: int, folder: Path, patience: time
     store.wait([key], patience)
     name, _, size = store.get(key).decode(errors="replace").partition(" ")
     if not _NAME.match(name) or not size.isdecimal() or not 0 < int(size) <= MAX_FILE_BYTES:
-        raise TraceError("the announcement of a rank's file cannot be read", got=f"{name} {size}")
+        raise TraceError(
+            f"rank {rank} announced an invalid file",
+            got=f"{name} {size}",
+            expected=f"a rank or status file of 1 to {MAX_FILE_BYTES} bytes",
+        )
     with files.file_written_whole(folder / name, TraceError) as file:
         for number in range(-(-int(size) // PIECE_BYTES)):
             store.wait([f"{key}/{number}"], patience)
@@ -97,7 +104,7 @@ SEEN_WITHIN_S = 3.0  # network file systems show new files late
 
 
 class Recording(BaseModel):
-    """What rank 0 says of one recording, in the job's store and in its folder."""
+    """Describes one recording; rank 0 publishes it in the job's store and writes it to the folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -113,7 +120,7 @@ class Recording(BaseModel):
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank writes, and whether rank 0's launcher finds it there."""
+    """The folder in which one rank writes, and whether rank 0's launcher sees it (``shared``)."""
 
     recording: Recording
     folder: Path
@@ -121,10 +128,9 @@ class Place:
 
 
 def agree_on_place(folder: Path, output: Path | None) -> Place:
-    """Make, or find, the folder for this rank's file.
+    """Create or find the folder for this rank's file. Needs the default process group.
 
-    ``folder`` is the one this rank's launcher made and ``output`` where it would write the trace. Needs the default
-    group.
+    ``folder`` was created by this rank's launcher; ``output`` is where that launcher would write the trace.
     """
     store = torch_private.default_store()
     rank = dist.get_rank()
@@ -132,7 +138,7 @@ def agree_on_place(folder: Path, output: Path | None) -> Place:
         try:
             recording = _begun(folder, output)
         except Exception:
-            store.set(KEY, "")  # others need not wait
+            store.set(KEY, "")  # so that other ranks stop waiting
             raise
         store.set(KEY, recording.model_dump_json())
         return Place(recording, recording.folder, shared=True)
@@ -149,10 +155,11 @@ def agree_on_place(folder: Path, output: Path | None) -> Place:
     return place
 
 
-def elsewhere(folder: Path) -> tuple[Recording, bool] | None:
-    """Where ranks of this launcher, whose folder is given, found rank 0 to record, and whether they see its folder.
+def recording_elsewhere(folder: Path) -> tuple[Recording, bool] | None:
+    """The recording of rank 0 on another host that this launcher's ranks joined, and whether they see its folder.
 
-    None where rank 0 was this launcher's own in the newest attempt, or no rank began to record.
+    ``folder`` is this launcher's. Returns None if the newest attempt's rank 0 belongs to this launcher, or if no rank
+    began to record.
     """
     notes = []
     for path in folder.glob(f"{ELSEWHERE}*.json"):
@@ -161,13 +168,14 @@ def elsewhere(folder: Path) -> tuple[Recording, bool] | None:
             notes.append((Recording.model_validate(document["recording"]), document["shared"] is True))
         except (ValueError, KeyError, TypeError):
             continue
-    own = [description.started_s for each in folder.glob(f"{ATTEMPT}*") if (description := described(each))]
+    attempts = filter(None, map(read_description, folder.glob(f"{ATTEMPT}*")))
+    newest_here_s = max((attempt.started_s for attempt in attempts), default=0.0)
     newest = max(notes, key=lambda note: note[0].started_s, default=None)
-    return None if newest is None or max(own, default=0.0) > newest[0].started_s else newest
+    return None if newest is None or newest_here_s > newest[0].started_s else newest
 
 
-def described(folder: Path) -> Recording | None:
-    """What rank 0 said of the recording in ``folder``; None for a folder that no rank 0 made."""
+def read_description(folder: Path) -> Recording | None:
+    """Read rank 0's description of the recording in ``folder``; None if there is none."""
     try:
         return Recording.model_validate_json(
             files.read_text(folder / DESCRIPTION, UserError, "recording", 65_536)
@@ -195,7 +203,7 @@ def _begun(folder: Path, output: Path | None) -> Recording:
 
 
 def _sees(recording: Recording) -> bool:
-    """Whether this rank and rank 0 mean the same folder by its path."""
+    """Whether the path of rank 0's folder is the same, writable folder on this rank."""
     deadline = time.monotonic() + (0 if recording.host == host_name() else SEEN_WITHIN_S)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Recording finer than modules: operators or a device's kernels, by torch's own profiler."""
+"""Records operators or device kernels with torch's profiler, for ``--detail operators`` and ``--detail kernels``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from headway.arrays import Ints
 from headway.errors import UnsupportedError
+from headway.recording.watch import Watch
 from headway.trace.events import Events, Kind, Stream
 
 Detail = Literal["modules", "operators", "kernels"]
 _EXCHANGES = 16
 
 
-class ProfiledSteps:
-    """Profiles a stretch of steps. Times come out on the monotonic clock, steps as the recorder counts them."""
+class ProfiledSteps(Watch):
+    """Profiles consecutive steps. Its events use the monotonic clock and the recorder's step numbers."""
 
     def __init__(self, detail: Detail, folder: Path, rank: int, first_step: int) -> None:
         assert detail != "modules"
@@ -29,8 +30,8 @@ class ProfiledSteps:
         self._profiler: profile | None = None
         self._ahead_ns = 0
 
-    def begin(self) -> None:
-        """Begin to profile; the first step begins now."""
+    def recording_begins(self, now_ns: int) -> None:
+        """Start profiling."""
         activities = [ProfilerActivity.CPU]
         if self.detail == "kernels":
             activities.append(ProfilerActivity.CUDA)
@@ -38,13 +39,13 @@ class ProfiledSteps:
         self._profiler = profile(activities=activities, schedule=lambda _step: ProfilerAction.RECORD)
         self._profiler.start()
 
-    def end_step(self) -> None:
-        """A step has ended."""
-        if self._profiler is not None:
+    def step_ends(self, step: int, now_ns: int, *, recorded: bool) -> None:
+        """Tell the profiler that a step has ended."""
+        if recorded and self._profiler is not None:
             self._profiler.step()
 
     def end(self) -> None:
-        """Stop, and keep what was profiled apart from the recording until it is read."""
+        """Stop profiling, and write the profile to a file until ``events`` reads it."""
         if self._profiler is not None:
             if self.detail == "kernels" and torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -53,9 +54,9 @@ class ProfiledSteps:
             self._profiler = None
 
     def events(self) -> Events:
-        """What was profiled: operators of the main thread, or everything that a device did.
+        """The profiled events: operators of the main thread, or all activity of the device.
 
-        Raises UnsupportedError where kernels were asked for and none ran.
+        Raises UnsupportedError if kernels were requested and none were recorded.
         """
         from headway.interop.readers.foreign import Document
         from headway.interop.readers.kineto.companions import RankCompanions
@@ -78,33 +79,33 @@ class ProfiledSteps:
                 )
             found, _ = device_events(document, steps, RankCompanions([], []))
         else:
-            own = document.of_category("cpu_op")
-            own = own[document.threads(own) == steps.main_thread]
-            index = steps.of(document.start_ns[own])
-            own, index = own[index >= 0], index[index >= 0]
-            found = Events.from_columns(
-                kind=Kind.OPERATOR, stream=Stream.COMPUTE, name=document.name[own], step=steps.number[index],
-                start_ns=document.start_ns[own], duration_ns=document.duration_ns[own],
+            rows = document.of_category("cpu_op")
+            rows = rows[document.threads(rows) == steps.main_thread]
+            index = steps.of(document.start_ns[rows])
+            rows, index = rows[index >= 0], index[index >= 0]
+            events = Events.from_columns(
+                kind=Kind.OPERATOR, stream=Stream.COMPUTE, name=document.name[rows], step=steps.number[index],
+                start_ns=document.start_ns[rows], duration_ns=document.duration_ns[rows],
             )  # fmt: skip
-        return self._on_own_clock(found)
+        return self._on_own_clock(events)
 
-    def _on_own_clock(self, found: Events) -> Events:
-        enqueue_ns: Ints = np.where(found.enqueue_ns >= 0, found.enqueue_ns - self._ahead_ns, -1)
+    def _on_own_clock(self, events: Events) -> Events:
+        enqueue_ns: Ints = np.where(events.enqueue_ns >= 0, events.enqueue_ns - self._ahead_ns, -1)
         columns = {
-            name: getattr(found, name)
+            name: getattr(events, name)
             for name in ("kind", "name", "stream", "group", "sequence", "size_bytes")
         }
-        columns |= {name: getattr(found, name) for name in ("bucket", "peer", "algorithm", "duration_ns")}
+        columns |= {name: getattr(events, name) for name in ("bucket", "peer", "algorithm", "duration_ns")}
         return Events.from_columns(
             **columns,
-            step=found.step + self._first_step,
-            start_ns=found.start_ns - self._ahead_ns,
+            step=events.step + self._first_step,
+            start_ns=events.start_ns - self._ahead_ns,
             enqueue_ns=enqueue_ns,
         )
 
 
 def _wall_clock_ahead_ns() -> int:
-    """By how much the profiler's clock, the wall clock, is ahead of the monotonic one: the fastest of a few looks."""
+    """How far the profiler's clock (the wall clock) is ahead of the monotonic one, from the fastest of some readings."""
     looks = []
     for _ in range(_EXCHANGES):
         before_ns = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Recorder: observes one rank from ``init_process_group`` to the last step asked for, then writes its file."""
+"""Observes one rank from ``init_process_group`` to the last requested step, then writes the rank's file."""
 
 from __future__ import annotations
 
@@ -36,39 +36,32 @@ from headway.recording.connections import (
     connection_peers,
     publish_connections,
 )
-from headway.recording.derive import (
-    StrategySpan,
-    collective_rows,
-    link_rows,
-    transfer_rows,
-    wait_rows,
-)
+from headway.recording.derive import CommunicationRows, StrategySpan, WaitRows
 from headway.recording.description import (
-    machine_described,
-    model_described,
-    of_replica,
+    describe_machine,
+    describe_model,
+    describe_stage,
+    for_replica,
     refusals,
-    stage_described,
     strategy_in_force,
 )
 from headway.recording.grad_access import ReadWatch
 from headway.recording.memory import MemoryWatch
-from headway.recording.messages import MessageWatch, message_rows
+from headway.recording.messages import MessageWatch
 from headway.recording.modules import ModuleWatch
-from headway.recording.patching import Now, described, guarded, on_fault
-from headway.recording.pipelines import PipelineWatch, labelled
+from headway.recording.patching import Now, describe_failure, guarded, on_fault
+from headway.recording.pipelines import PipelineWatch
 from headway.recording.profiled import Detail, ProfiledSteps
 from headway.recording.step_clock import StepClock
+from headway.recording.watch import Watch
 from headway.recording.watches import (
-    FORWARD_UNSEEN,
-    MODULES_UNSEEN,
     SHARDED,
+    CompiledModules,
     InputWatch,
     PauseWatch,
     UpdateWatch,
     several_models,
     sharded_root,
-    unseen_uses,
 )
 from headway.rpc import interface
 from headway.strategies.decoupled.granularity import name_of
@@ -81,12 +74,12 @@ from headway.trace.format import ClockFit, RankInfo
 from headway.units import format_bytes
 
 MAX_ROWS = 5_000_000
-LINK_STEPS = 2  # in which modules of stages are timed, before that in which memory is watched
-PATIENCE_S = 20.0  # with other ranks when a recording ends
-PATIENCE_WHEN_FAILED_S = 3.0  # where the job failed or was told to end
-PATIENCE_APART_S = 2.0  # where ranks do not take their steps together
+LINK_STEPS = 2  # steps in which modules of stages are timed, before the step in which memory is measured
+PATIENCE_S = 20.0  # how long to wait for other ranks at the end of a recording
+PATIENCE_WHEN_FAILED_S = 3.0  # the same, if the job failed or was told to end
+PATIENCE_APART_S = 2.0  # the same, if ranks do not step together
 
-_recordings = itertools.count()  # the same on every rank, for recordings begin on all of them
+_recordings = itertools.count()  # equal on all ranks, as every recording begins on all of them
 
 
 _InForce = tuple[tuple[str, InForce], tuple[str, InForce]]
@@ -98,58 +91,74 @@ class RecordOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path
-    output: Path | None = None  # where the trace will be, for those who are told
+    output: Path | None = None  # where the trace will be written; for messages only
     first_step: int = Field(default=5, ge=1)
     stop_step: int = Field(default=25, ge=2)
-    clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
-    measure: bool = False  # whether ranks measure their links and machines when the last step is recorded
+    clock_server: bool = True  # whether rank 0 opens a port for other ranks to compare clocks with
+    measure: bool = False  # whether ranks measure their links and machines after the last recorded step
     detail: Detail = "modules"
 
 
 class Recorder:
-    """One rank's recorder. ``attach`` once the default process group stands; the rest happens by itself.
+    """Records one rank. Call ``attach`` once the default process group exists; the rest is automatic.
 
-    The steps before ``first_step`` warm up (DDP rebuilds its buckets after the first). When the last step asked
-    for has ended every hook is removed, clocks are compared once more and the rank's file is written.
+    The steps before ``first_step`` are warm-up (DDP rebuilds its buckets after the first). After the last requested
+    step all hooks are removed, clocks are compared once more and the rank's file is written.
     """
 
     def __init__(self, options: RecordOptions) -> None:
         self.options = options
         self.finished = False
-        self.writer: threading.Thread | None = None  # the thread that writes, while one does
-        self._once = threading.Lock()  # taken for good by who finishes
-        self._patient_until_s = math.inf  # with other ranks, while it is written
-        self.fault = ""  # what an observer raised, with which observing ended
-        self.in_order = True  # whether it ended because the job did, rather than failed
-        self.saw_every_step = False  # whether it ended with the last step asked for, as on other ranks
-        self.may_be_measured = False  # whether what was recorded leaves ranks anything to measure
+        self.writer: threading.Thread | None = None  # the thread that is writing the file, if any
+        self._once = threading.Lock()  # acquired for good by the thread that finishes
+        self._patient_until_s = math.inf  # the deadline for waiting for other ranks
+        self.fault = ""  # the failure of an observer that ended the recording
+        self.in_order = True  # whether the recording ended normally, rather than because the job failed
+        self.saw_every_step = False  # whether it ended with the last requested step, as on other ranks
+        self.may_be_measured = False  # whether the recorded strategies allow measuring links
         self._now = Now()
         self._rows: list[Event] = []
-        self._spans: list[StrategySpan] = []
+        self._groups = GroupWatch()
         self._reads = ReadWatch(self._now, self._rows.append)
-        self._watch = ModuleWatch(self._now, self._reads)
+        self._modules = ModuleWatch(self._now, self._reads)
         self._memory = MemoryWatch()
         self._chain = ChainWatch()
-        self._groups = GroupWatch()
         self._pipelines = PipelineWatch(self._now)
+        self._compiled = CompiledModules(self._modules)
         self._tap = CollectiveTap(self._now, self._groups)
-        self._messages = MessageWatch(self._now, self._groups, self._pipelines)
-        self._connections = ConnectionWatch()
-        self._pauses = PauseWatch(self._paused)
-        self._input = InputWatch(partial(self._put, Kind.INPUT, "data loader"), lambda: self._now.recording)
+        self._communication = CommunicationRows(self._tap)
         self._rounds = RoundWatch(self._now)
+        self._connections = ConnectionWatch()
+        self._watches: list[Watch] = [
+            self._reads,
+            self._modules,
+            self._memory,
+            self._chain,
+            self._pipelines,
+            self._compiled,
+            PauseWatch(self._paused),
+            InputWatch(partial(self._put, Kind.INPUT, "data loader"), lambda: self._now.recording),
+            self._tap,
+            self._communication,
+            MessageWatch(self._now, self._groups, self._pipelines),
+            self._rounds,
+            self._connections,
+            WaitRows(self._tap, self._modules, self._communication),  # last: derived from all others
+        ]
         self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
-        self._last_handle: Any = None  # of the hook behind an optimizer's step
+        self._last_handle: Any = None  # of the hook after each optimizer step
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
-        self._named_implementations: dict[str, bool] = {}  # of optimizers, by the script
-        self._others: list[str] = []  # models that were wrapped and are not recorded
-        self._sharded = False  # by fully_shard, without a wrapper
-        self._in_force: _InForce | None = None  # what the last step that has ended had, about
+        self._named_implementations: dict[
+            str, bool
+        ] = {}  # optimizers' foreach and fused, as the script sets them
+        self._ignored_models: list[str] = []  # models that were wrapped but are not recorded
+        self._sharded = False  # whether fully_shard is used, without a wrapper
+        self._in_force: _InForce | None = None  # the strategies seen at the end of the first recorded step
         self._undo: list[Callable[[], None]] = []
         self._written: list[Callable[[], object]] = []
-        self._place = (0, 1)  # rank and world size, which nobody can ask for once the group is gone
+        self._place = (0, 1)  # rank and world size, kept for when the process group is gone
         self._process = os.getpid()
         self._number = next(_recordings)
         self._clocks = ClockComparison(self._number)
@@ -159,13 +168,13 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """How many steps of the optimizer have ended."""
+        """How many optimizer steps have ended."""
         return self._now.step
 
     # Attaching
 
     def attach(self) -> None:
-        """Start observing this rank. Needs the default process group."""
+        """Start observing this rank. The default process group must exist."""
         self._place = dist.get_rank(), dist.get_world_size()
         self._process = os.getpid()
         if self.options.clock_server:
@@ -173,27 +182,22 @@ class Recorder:
         if self.options.detail != "modules":
             place = (self.options.folder, dist.get_rank(), self.options.first_step)
             self._profiled = ProfiledSteps(self.options.detail, *place)
+            self._watches.append(self._profiled)
         self._undo.append(on_fault(self._stop_observing))
         self.resume()
         atexit.register(self._finish_at_exit)
-        if (
-            multiprocessing.parent_process() is not None
-        ):  # its children may end without Python's exit handlers
+        # A child of multiprocessing may end without Python's exit handlers.
+        if multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, self._finish_at_exit, exitpriority=0)
 
     def resume(self) -> None:
-        """Lay every hook, for the first time or again after ``detach``."""
+        """Install all hooks, for the first time or again after ``detach``."""
         self._handles.append(before_every_step(self._optimizer_starts))
         self._watch_step_ends()
-        self._tap.attach()
-        self._pauses.attach()
-        self._rounds.attach()
-        self._messages.attach()
-        self._pipelines.attach()
-        self._reads.attach()
-        self._input.attach()
+        for watch in self._watches:
+            watch.attach()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
-            self._watch.attach(self._model, self._root)
+            self._modules.watch_model(self._model, self._root)
 
     def _watch_step_ends(self) -> None:
         if self._last_handle is not None:
@@ -201,17 +205,17 @@ class Recorder:
         self._last_handle = after_every_step(self._optimizer_ends)
 
     def when_finished(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called when the recording is over."""
+        """Register ``undo``, which is called when the recording is over."""
         self._undo.append(undo)
 
-    def when_written(self, told: Callable[[], object]) -> None:
-        """Have ``told`` called, in the order of these calls, when this rank's file, or its status, is written."""
-        self._written.append(told)
+    def when_written(self, callback: Callable[[], object]) -> None:
+        """Register ``callback`` for when this rank's file or status is written. Callbacks run in this order."""
+        self._written.append(callback)
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
-        """Observe ``model``, whose parameters live in ``root``. Of several the one with the most gradients is recorded.
+        """Observe ``model``, whose parameters live in ``root``. Of several models, the largest is recorded.
 
-        Raises UnsupportedError for a model on a device unless kernels are recorded.
+        Raises UnsupportedError for a model that is not on the CPU, unless kernels are recorded.
         """
         if self.finished or model is self._model:
             return
@@ -220,7 +224,7 @@ class Recorder:
         on_device = any(parameter.device.type != "cpu" for parameter in root.parameters())
         if on_device and self.options.detail != "kernels":
             raise UnsupportedError(
-                "host clocks cannot time work on a device",
+                "modules on a device cannot be timed with the host's clock",
                 got="parameters that are not on the CPU",
                 fix="Record with --detail kernels.",
             )
@@ -228,72 +232,70 @@ class Recorder:
         self._step_clock.model_is(root)
         self._reads.model_is(root)
         if self.options.detail != "kernels":
-            self._watch.attach(model, root)
-            if not self._watch.unseen:
-                self._watch.count_activations(root)
+            self._modules.watch_model(model, root)
+            if not self._modules.unseen:
+                self._modules.count_activations(root)
                 self._chain.arm(root)
             self._watch_memory(first=True)
 
     def _gives_way(self, recorded: nn.Module, root: nn.Module) -> bool:
-        """Whether the model recorded so far gives way to ``root``; the other one is noted."""
+        """Whether ``root`` replaces the model recorded so far. The model that is not recorded is noted."""
         larger = _gradient_bytes(root) > _gradient_bytes(recorded) and self._now.step == 0
-        kept, other = (root, recorded) if larger else (recorded, root)
-        self._others.append(f"{type(other).__name__} ({format_bytes(_gradient_bytes(other))})")
+        kept, ignored = (root, recorded) if larger else (recorded, root)
+        self._ignored_models.append(f"{type(ignored).__name__} ({format_bytes(_gradient_bytes(ignored))})")
         message = (
-            f"more than one model was wrapped; modules and gradients are recorded of {type(kept).__name__}, "
-            f"only communication and updates of {type(other).__name__}"
+            f"more than one model was wrapped: recording modules and gradients of {type(kept).__name__}, "
+            f"but only communication and updates of {type(ignored).__name__}"
         )
         warnings.warn(message, HeadwayWarning, stacklevel=3)
         if self._now.step == 0:
-            self._step_clock.another_is(other)
+            self._step_clock.another_is(ignored)
         if larger:
             self._memory.end()
             self._chain.disarm()
-            self._watch.detach()
-            self._watch = ModuleWatch(self._now, self._reads)
+            self._modules.start_over()
         return larger
 
     def compiles(self, target: Any) -> None:
-        """Code is about to be compiled: leave no hook on modules that it may call. One inside would break it up."""
+        """Code is about to be compiled: remove hooks from modules that it may call, as they would break its graph."""
         self._reads.leave_parameters()
         model = self._model
         target = getattr(target, "__self__", target)  # of a method
         if model is None or self.finished or isinstance(target, torch.optim.Optimizer):
             return
         if not isinstance(target, nn.Module) or any(module is model for module in target.modules()):
-            self._watch.leave_modules(passes=True)
+            self._modules.leave_modules(passes=True)
             self._chain.disarm(COMPILED)
         elif any(module is target for module in model.modules()):
-            self._watch.leave_modules(passes=False)
+            self._modules.leave_modules(passes=False)
             self._chain.disarm(COMPILED)
 
     def compiled(self, target: Any, result: Any) -> None:
-        """``target`` has been compiled to ``result``, which is called in its place."""
+        """``target`` has been compiled; ``result`` is called instead of it."""
         if target is self._model and isinstance(result, nn.Module) and not self.finished:
-            self._watch.watch_passes(result)
+            self._modules.watch_passes(result)
 
     def span(self, span: StrategySpan) -> None:
-        """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
+        """Record a span that a strategy's runtime reports: a collective, a wait or an update."""
         if self._now.recording:
             span.step = self._now.step
-            self._spans.append(span)
+            self._communication.spans.append(span)
 
     # Steps
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @guarded
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self._reads.looking_ends()
+        self._reads.script_reads_end()
         if self._rounds.averages and self._last_handle is not None:
-            # Behind the averaging, which is part of the step.
+            # The hook must come after that of the averaging, which is part of the step.
             self._watch_step_ends()
         self._named_implementations.update(named_by_script(optimizer))
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
     def _update_begins(self) -> None:
-        self._reads.looking_ends()  # a closure's backward may have been before it
-        self._memory.update_begins()
-        self._pipelines.memory.update_begins()
+        for watch in self._watches:
+            watch.update_begins()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @guarded
@@ -307,11 +309,11 @@ class Recorder:
             self._reads.stepped()
 
     def _stop_observing(self, failure: Exception) -> None:
-        """An observer failed, perhaps inside a backward: see no more. Steps are counted on, to end with other ranks."""
+        """An observer failed, perhaps inside a backward: stop recording. Steps still count, to end with other ranks."""
         if self.fault or self.finished:
             return
         self._now.recording = False
-        self.fault = described(failure)
+        self.fault = describe_failure(failure)
         where = f"rank {self._place[0]}: " if self._place[1] > 1 else ""
         print(
             f"headway: {where}recording stops at step {self.step}: {self.fault}; the job goes on",
@@ -323,7 +325,7 @@ class Recorder:
         if not self.fault:
             guarded(self._close_step)(now_ns)
         self._now.step += 1
-        full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
+        full = len(self._rows) + len(self._modules.noted) >= MAX_ROWS
         if self.fault:
             self._unhook()
         elif not full:
@@ -339,43 +341,38 @@ class Recorder:
             if self._in_force is None:
                 self._in_force = self._strategies_in_force()
             self._put(Kind.STEP, f"step {now.step}", self._boundary_ns, now_ns)
-            self._connections.end_step(now.step, now_ns)
-            if self._profiled is not None:
-                self._profiled.end_step()
-        self._memory.end()
-        self._pipelines.memory.end()
-        self._tap.release_finished()
+        for watch in self._watches:
+            watch.step_ends(now.step, now_ns, recorded=now.recording)
 
     def _strategies_in_force(self) -> _InForce:
-        """Of the model and of the stages. It asks DDP's reducer, which waits where a backward is in progress."""
+        """The strategies of the model and of its stages. Asks DDP's reducer, which blocks during a backward."""
         return strategy_in_force(self._model), strategy_in_force(*self._pipelines.stages.values())
 
     def _open_step(self, now_ns: int) -> None:
         now = self._now
-        if now.step == 1:
-            self._pipelines.attach()
+        for watch in self._watches:
+            watch.step_begins(now.step)
         if now.step == 1 and self._model is None:
             self._look_for_sharded()
         self._watch_memory(first=False)
         self._boundary_ns = now_ns
         now.recording = self.options.first_step <= now.step < self.options.stop_step
         if now.step == self.options.first_step:
-            self._connections.begin(now_ns)
-            if self._profiled is not None:
-                self._profiled.begin()
+            for watch in self._watches:
+                watch.recording_begins(now_ns)
 
     def _look_for_sharded(self) -> None:
-        """The first step has ended and no model was wrapped: see what ``fully_shard`` has made, if anything."""
+        """The first step has ended and no model was wrapped: look for one sharded with ``fully_shard``."""
         root = sharded_root()
         self._sharded = root is not None
         if root is not None and self.options.detail != "kernels":
-            self._watch.watch_passes(root, phase="forward")
-            self._watch.watch_backward()
+            self._modules.watch_passes(root, phase="forward")
+            self._modules.watch_backward()
 
     def _watch_memory(self, *, first: bool) -> None:
-        """Watch the last pass before those recorded, but the ``first`` if that is the second: DDP rebuilds its buckets.
+        """Watch memory in the last step before the recorded ones; not with ``detail`` kernels.
 
-        With ``detail`` kernels nothing is watched.
+        If that is step 0 or 1, the ``first`` pass is watched, as DDP rebuilds its buckets in the second.
         """
         last = self.options.first_step - 1
         if self.options.detail != "kernels":
@@ -386,7 +383,7 @@ class Recorder:
             return
         if not self._now.recording and (first if last <= 1 else self._now.step == last):
             self._memory.arm(self._model, self._root)
-            if not self._watch.unseen:
+            if not self._modules.unseen:
                 self._chain.arm(self._root)
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
@@ -403,36 +400,31 @@ class Recorder:
     # Finishing
 
     def detach(self) -> None:
-        """Remove every hook; the job goes on as if it had never been observed."""
+        """Remove all hooks; the job continues as if it had never been observed."""
         self._unhook()
         if self._last_handle is not None:
             self._last_handle.remove()
             self._last_handle = None
 
     def _unhook(self) -> None:
-        """Remove every hook but the one that counts steps."""
+        """Remove all hooks except the one that counts steps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for leave in (
-            self._watch.detach, self._memory.end, self._chain.disarm, self._pipelines.detach,
-            self._messages.detach, self._pauses.detach, self._rounds.detach, self._reads.detach,
-            self._tap.detach, self._input.detach,
-        ):  # fmt: skip
-            guarded(leave)()
+        for watch in reversed(self._watches):
+            guarded(watch.detach)()
 
     def finish(self, patience_s: float | None = None) -> None:
-        """Stop, compare clocks once more and write this rank's file, or its status where no step was whole.
+        """Stop, compare clocks once more and write this rank's file, or its status if no complete step was recorded.
 
-        Waits up to ``patience_s``, or ``PATIENCE_S`` where that is None, for what other ranks have to say. A rank's
-        forked child writes nothing.
+        Waits up to ``patience_s`` seconds (by default ``PATIENCE_S``) for other ranks. Does nothing in a forked child.
         """
         if self.finished or os.getpid() != self._process or not self._once.acquire(blocking=False):
             return
         self.writer = threading.current_thread()
         patience_s = PATIENCE_S if patience_s is None else patience_s
         self.in_order = patience_s >= PATIENCE_S
-        if self._rounds.averages:  # others may have many steps to go, in groups with this rank
+        if self._rounds.averages:  # other ranks may have many steps to go, in groups with this rank
             patience_s = min(patience_s, PATIENCE_APART_S)
         self._patient_until_s = time.monotonic() + patience_s
         try:
@@ -441,54 +433,53 @@ class Recorder:
                 self._write()
             else:
                 self._write_status()
-        except Exception as failure:  # training must not end because its recording does
-            self._say(f"could not write its recording: {one_line(str(failure))}")
-            self.fault = self.fault or described(failure)
+        except Exception as failure:  # a failed recording must not end the training
+            self._report(f"could not write its recording: {one_line(str(failure))}")
+            self.fault = self.fault or describe_failure(failure)
             guarded(self._write_status, self._could_not_end)()
         guarded(self._forget, self._could_not_end)()
         try:
             while self._written:
                 guarded(self._written.pop(0), self._could_not_end)()
-        finally:  # an interrupt may leave it; an exit would then wait for this thread
+        finally:  # after an interrupt too, or the exit handler would wait for this thread
             self.writer = None
-            # Not before: a thread that writes would end with the main one.
+            # Only now, as the exit handler keeps the main thread alive for a thread that writes.
             atexit.unregister(self._finish_at_exit)
 
     def hurry(self, patience_s: float) -> None:
-        """Where it is being written, wait no longer than that for other ranks."""
+        """Wait at most ``patience_s`` more seconds for other ranks."""
         self._patient_until_s = min(self._patient_until_s, time.monotonic() + patience_s)
 
     def leave_main_thread(self) -> None:
-        """End what only the main thread, which calls it, can end."""
+        """Stop recording and end the profiler, which only the main thread can do; call it there."""
         self._now.recording = False
         if self._profiled is not None:
             guarded(self._profiled.end, self._could_not_end)()
 
     def after_backward(self, call: Callable[[], object]) -> bool:
-        """Have ``call`` called where the backward in progress ends; False where there is none."""
-        return self._watch.after_backward(call)
+        """Have ``call`` called when the backward in progress ends; returns False if there is none."""
+        return self._modules.after_backward(call)
 
     def _patience_s(self) -> float:
-        """How long to wait for other ranks from now on."""
+        """How many more seconds to wait for other ranks."""
         return max(0.0, self._patient_until_s - time.monotonic())
 
     def _could_not_end(self, failure: Exception) -> None:
-        self._say(f"its recording did not end well: {described(failure)}")
+        self._report(f"could not end its recording properly: {describe_failure(failure)}")
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         print(f"headway: rank {self._place[0]} {what}", file=sys.stderr, flush=True)
 
     def _finish_at_exit(self) -> None:
-        failed = getattr(sys, "last_value", None) is not None  # then others may be gone too
+        failed = getattr(sys, "last_value", None) is not None  # then other ranks may have ended too
         self.finish(PATIENCE_WHEN_FAILED_S if failed else None)
         deadline = time.monotonic() + PATIENCE_S
-        while (
-            self.writer is not None and time.monotonic() < deadline
-        ):  # in another thread, which ends with this one
+        # Another thread that writes would end with this one.
+        while self.writer is not None and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def give_up(self) -> None:
-        """Stop and write nothing: the script failed, and nobody waits for this rank's file."""
+        """Stop without writing: the script failed, and nobody waits for this rank's file."""
         if not self.finished:
             self.hurry(PATIENCE_WHEN_FAILED_S)
             self._stop(True)
@@ -507,51 +498,44 @@ class Recorder:
             guarded(self._undo.pop(), self._could_not_end)()
 
     def _forget(self) -> None:
-        # What a model holds, its process group among it, must go when the script lets go of it.
+        # The model, and with it its process group, must be freed when the script drops them.
         self._model = self._root = None
         self._step_clock.forget()
-        self._reads.forget()
         self._rows.clear()
-        self._watch.forget()
-        self._tap.observed.clear()
-        self._messages.observed.clear()
-        self._pipelines.forget()
-        self._connections.close()
+        for watch in self._watches:
+            watch.forget()
         self._clocks.close()
 
     def _write(self) -> None:
         rank, world_size = self._place
         fit = self._clocks.end(rank, world_size, self._patience_s)
-        events = labelled(self._rows + self._watch.rows(), self._pipelines.observed)
-        events += unseen_uses(events, self._watch.unseen)
-        model = model_described(
-            self._model, self._root, self._watch, events, self._step_clock.optimizers, self._memory.found
+        if self._may_use_store():
+            self._connections.peers = connection_peers(
+                self._number, self._connections, rank, world_size, self._patience_s
+            )
+        events = list(self._rows)
+        for watch in self._watches:
+            events = watch.add_rows(events)
+        model = describe_model(
+            self._model, self._root, self._modules, events, self._step_clock.optimizers, self._memory.found
         ).model_copy(update={"chain": self._chain.found})
         pipelines, stages = self._pipelines, self._pipelines.stages
         of_stages = {
-            index: stage_described(
+            index: describe_stage(
                 stage, pipelines.activation_bytes, self._step_clock.optimizers, pipelines.memory.found
             ).model_copy(update={"chain": pipelines.chain_of(index)})
             for index, stage in stages.items()
         }
         if of_stages:
             of_stage = of_stages[min(of_stages)]
-            model = of_stage if self._root is None else of_replica(model, of_stage)
-        events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
-        events += message_rows(self._messages.observed)
-        events += self._rounds.rows()
-        peers = {}
-        if self._may_use_store():
-            peers = connection_peers(self._number, self._connections, rank, world_size, self._patience_s)
-        events += link_rows(self._connections.uses, peers)
-        events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
+            model = of_stage if self._root is None else for_replica(model, of_stage)
         last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
-        # Where it was told to end, a backward may be in progress, which holds what DDP would be asked.
-        found = self._strategies_in_force() if self.in_order else self._in_force
-        assert found is not None, "a step has ended"
-        (name, in_force), (order, in_order) = found
+        # If the job was told to end, a backward may be in progress, in which DDP's reducer would block.
+        recorded_strategies = self._strategies_in_force() if self.in_order else self._in_force
+        assert recorded_strategies is not None, "a step has ended"
+        (name, in_force), (order, in_order) = recorded_strategies
         strategies = {name: in_force, order: in_order}
         strategies.pop("", None)
         self.may_be_measured = any(
@@ -565,42 +549,37 @@ class Recorder:
             backend=dist.get_backend() if dist.is_initialized() else "gloo",
             version=str(torch.__version__),
             clock=fit,
-            strategy={one: dict(found.options) for one, found in strategies.items()},
+            strategy={name: dict(strategy.options) for name, strategy in strategies.items()},
             buckets=in_force.buckets,
             notes=self._notes(events),
-            other_models=tuple(self._others),
+            other_models=tuple(self._ignored_models),
             fully_sharded=self._sharded,
             groups=self._groups.members,
             refusals=refusals(
                 self._model,
                 self._named_implementations,
-                compiled_around=self._watch.passes_compiled or self._forward_unseen(events),
+                compiled_around=self._modules.passes_compiled or self._compiled.hides_forward(events),
             ),
-            **machine_described(self._root),
+            **describe_machine(self._root),
         )
         several = of_stages if len(stages) > 1 else {}
         write_rank(self.options.folder, info, model, recorded, several, self._rounds.described(fit))
 
     def _notes(self, rows: list[Event]) -> tuple[str, ...]:
-        """What a reader of the recording must know."""
+        """The notes for readers of the recording."""
         notes = []
         if self.fault:
             notes.append(f"Rank {self._place[0]} stopped recording early: {self.fault}.")
-        if self._others:
-            notes.append(several_models(self._others))
+        if self._ignored_models:
+            notes.append(several_models(self._ignored_models))
         if self._sharded:
             notes.append(SHARDED)
-        if self._watch.unseen:
-            notes.append(MODULES_UNSEEN)
-            if self._forward_unseen(rows):
-                notes.append(FORWARD_UNSEEN)
+        for watch in self._watches:
+            notes += watch.notes(rows)
         return tuple(notes)
 
-    def _forward_unseen(self, rows: list[Event]) -> bool:
-        return bool(self._watch.unseen) and not any(row.kind == Kind.FORWARD_PASS for row in rows)
-
     def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
-        """The rows on rank 0's clock, and what was profiled besides; of a device's time only the profile tells."""
+        """The rows and the profiled events on rank 0's clock. Only the profile knows a device's time."""
         if self._profiled is not None and self.options.detail == "kernels":
             rows = [row for row in rows if row.kind in (Kind.LINK, Kind.DELIVERY_RATE)]
         parts = [Events.from_rows(rows)]
@@ -620,8 +599,8 @@ class Recorder:
         files.write_text(self.options.folder / f"status-{rank:05d}.json", json.dumps(status))
 
     def _may_use_store(self) -> bool:
-        """Where a job fails, the file that its ranks met in may go at any time."""
-        return self.in_order or not torch_private.kept_in_a_file()
+        """Whether the job's store may be used: if the job failed, a file store may be deleted at any time."""
+        return self.in_order or not torch_private.uses_file_store()
 
 
 def _gradient_bytes(root: nn.Module) -> int:

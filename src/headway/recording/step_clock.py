@@ -1,4 +1,4 @@
-"""Which optimizer's steps are the job's."""
+"""Decides which optimizer's steps count as the job's steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import weakref
 import torch
 from torch import nn
 
-LONGEST_WAIT = 100  # optimizer steps until every wrapped model has been stepped
+LONGEST_WAIT = 100  # optimizer steps to wait until every wrapped model has been stepped
 
 
 class StepClock:
     """Picks the optimizer whose steps are counted: the first one seen that holds the model's parameters.
 
-    Where several models were wrapped a step is one iteration of the loop that trains them all: nothing is counted until
-    each has been stepped, and then the optimizer that had to step the least is, or among equals the recorded model's.
+    If several models were wrapped, a step is one iteration of the loop that trains all of them: nothing is counted
+    until each has been stepped. Then the optimizer with the fewest steps is picked; on a tie, the recorded model's.
     """
 
     def __init__(self) -> None:
@@ -27,24 +27,28 @@ class StepClock:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """All that hold parameters of the model, of which some steps may not be counted."""
-        return [each for each in self._seen if not self._parameter_ids or _holds(each, self._parameter_ids)]
+        """All optimizers that hold parameters of the model, including those whose steps are not counted."""
+        return [
+            optimizer
+            for optimizer in self._seen
+            if not self._parameter_ids or _holds(optimizer, self._parameter_ids)
+        ]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The one whose steps are counted, if it is alive."""
+        """The optimizer whose steps are counted, if it is alive."""
         return self._optimizer() if self._optimizer is not None else None
 
     def model_is(self, root: nn.Module) -> None:
-        """Count the steps of an optimizer of this model."""
+        """Count the steps of the optimizer of the model ``root``."""
         self._parameter_ids = _ids(root)
 
     def another_is(self, root: nn.Module) -> None:
-        """This model is trained as well."""
+        """The model ``root`` is trained as well, but not recorded."""
         self._others.append(_ids(root))
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of ``optimizer`` is one of the job."""
+        """Whether this step of ``optimizer`` is a step of the job."""
         self._seen.add(optimizer)
         if self._others and not self._chosen:
             return self._choose(optimizer)
@@ -60,7 +64,7 @@ class StepClock:
         return False
 
     def forget(self) -> None:
-        """Let go of the optimizers."""
+        """Drop the references to optimizers."""
         self._optimizer = None
         self._seen.clear()
 
@@ -72,7 +76,10 @@ class StepClock:
         if not self._calls or (waiting and sum(self._calls.values()) < LONGEST_WAIT):
             return False
         self._chosen = True
-        chosen = min(self._calls, key=lambda each: (self._calls[each], not _holds(each, self._parameter_ids)))
+        chosen = min(
+            self._calls,
+            key=lambda candidate: (self._calls[candidate], not _holds(candidate, self._parameter_ids)),
+        )
         self._optimizer = weakref.ref(chosen)
         return chosen is optimizer
 

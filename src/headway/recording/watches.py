@@ -1,4 +1,4 @@
-"""Small watches: waits for input, pauses, the optimizer's updates, jobs of other shapes, and compiled modules."""
+"""Small watches (waits for input, pauses, optimizer updates) and notes on models that are recorded only in part."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from headway import torch_private
-from headway.recording.patching import guarded, lay_over
+from headway.recording.modules import ModuleWatch
+from headway.recording.patching import guarded, patch_method
+from headway.recording.watch import Watch
 from headway.trace.events import WORK, Event, Kind, Stream
 
-LEAST_LOOP_NS = 200_000  # of a loop's beginning and end, which without workers take next to no time
+LEAST_LOOP_NS = 200_000  # shorter starts and ends of a data loader's loop are not recorded
 
 PutInput = Callable[[int, int], None]
 
 
-class InputWatch:
-    """Tells ``put`` (start, end) of each wait, while attached and ``is_recording``."""
+class InputWatch(Watch):
+    """Calls ``put`` (start, end) for each wait for a data loader, while attached and ``is_recording``."""
 
     def __init__(self, put: PutInput, is_recording: Callable[[], bool]) -> None:
         self._put, self._is_recording = put, is_recording
@@ -56,17 +58,17 @@ class InputWatch:
                     self._put(start_ns, end_ns)
             return result
 
-        self._undo.append(lay_over(owner, name, timed))
+        self._undo.append(patch_method(owner, name, timed))
 
 
-LEAST_NS = 200_000  # shorter ones are not worth a row
+LEAST_NS = 200_000  # shorter waits and pauses are not recorded
 COLLECTION, CHECKPOINT = "garbage collection", "torch.save"
 
 PutPause = Callable[[str, str, int, int], None]
 
 
-class PauseWatch:
-    """Tells ``put`` (kind, name, start, end) of waits and pauses of the thread that made it, while attached."""
+class PauseWatch(Watch):
+    """Calls ``put`` (kind, name, start, end) for waits and pauses of the thread that created it, while attached."""
 
     def __init__(self, put: PutPause) -> None:
         self._put = put
@@ -96,7 +98,7 @@ class PauseWatch:
             finally:
                 self._ended(kind, what, start_ns)
 
-        self._undo.append(lay_over(owner, name, timed))
+        self._undo.append(patch_method(owner, name, timed))
 
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":
@@ -113,23 +115,23 @@ class PauseWatch:
 
 PutUpdate = Callable[[str, int, int], None]
 
-_CLOSURE = 1  # its position among the arguments of ``step``, behind the optimizer's
+_CLOSURE = 1  # the closure's position among the arguments of ``step``, after the optimizer
 
 
 class UpdateWatch:
-    """Tells ``put`` (name, start, end) of every stretch of updating in the main thread's calls of ``step``.
+    """Calls ``put`` (name, start, end) for every span of updating inside a call of ``optimizer.step``.
 
-    ``begins`` is called as the first of a call begins. With a closure that is when it has returned: what comes before
-    prepares. L-BFGS calls its closure several times and updates between the calls.
+    ``begins`` is called when a span begins. With a closure, updating begins when the closure has returned. L-BFGS calls
+    its closure several times and updates between the calls.
     """
 
     def __init__(self, put: PutUpdate, begins: Callable[[], None]) -> None:
         self._put = put
         self._begins = begins
-        self._start_ns = 0  # of the stretch in progress; 0 where there is none
+        self._start_ns = 0  # start of the span in progress; 0 if there is none
 
     def step_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The optimizer ``name`` steps with these arguments; returns others that take their place, or None."""
+        """The optimizer ``name`` is about to step; returns replacement arguments for ``step``, or None."""
         self._start_ns = 0
         if len(args) > _CLOSURE and callable(args[_CLOSURE]):
             closure = self._observed(name, args[_CLOSURE])
@@ -163,45 +165,65 @@ class UpdateWatch:
 
 
 SHARDED = (
-    "The model is sharded with fully_shard (FSDP2): all-gathers of parameters and reduce-scatters of gradients are its "
-    "communication. Its modules are not seen, and no plan is made for it."
+    "The model is sharded with fully_shard (FSDP2). Its communication, all-gathers of parameters and reduce-scatters of "
+    "gradients, is recorded; its modules are not, and Headway makes no plan for it."
 )
 
 
-def several_models(others: Sequence[str]) -> str:
-    """What to say of models that were wrapped besides the one that is recorded."""
+def several_models(ignored: Sequence[str]) -> str:
+    """The note for jobs that wrap models in addition to the recorded one."""
     return (
-        f"{1 + len(others)} models were wrapped: modules and gradients are those of the one with the most bytes. Only "
-        f"communication and updates of {', '.join(others)} are recorded, and no plan is made for the job."
+        f"{1 + len(ignored)} models were wrapped. Modules and gradients are recorded for the largest only, and "
+        f"communication and updates for {', '.join(ignored)}. Headway makes no plan for such a job."
     )
 
 
 def sharded_root() -> nn.Module | None:
-    """The largest module that ``fully_shard`` was called on in this process, if there is one."""
+    """The largest module in this process that ``fully_shard`` was applied to, if any."""
     kind = torch_private.sharded_by_fully_shard()
     if kind is None:
         return None
-    found = [get_object_ for get_object_ in gc.get_objects() if issubclass(type(get_object_), kind)]
-    return max(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+    sharded = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
+    return max(sharded, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
 MODULES_UNSEEN = (
-    "The model is compiled: modules inside are not seen, and all their parameters are taken to be needed when forward "
+    "The model is compiled, so its modules are not recorded. Their parameters are assumed to be needed when forward "
     "begins."
 )
 FORWARD_UNSEEN = (
-    "Forward runs inside compiled code and is not seen: it counts as rest. To see it, compile the model before it is "
-    "wrapped: DistributedDataParallel(torch.compile(model))."
+    "Forward runs inside compiled code and is not recorded; its time counts as rest. To record it, compile the model "
+    "before wrapping it: DistributedDataParallel(torch.compile(model))."
 )
 
 
-# What compiled code hides: hooks on modules inside would break it up, so that none are laid there.
-#
-# A module's forward is then not seen, but that its parameters were needed is known: at the latest when the pass began.
+class CompiledModules(Watch):
+    """Stands in for forwards of compiled modules, which ``modules`` cannot see, and notes what is not recorded."""
+
+    def __init__(self, modules: ModuleWatch) -> None:
+        self._modules = modules
+
+    def add_rows(self, rows: list[Event]) -> list[Event]:
+        """Add the forwards that are assumed."""
+        return rows + assumed_forwards(rows, self._modules.unseen)
+
+    def notes(self, rows: Sequence[Event]) -> list[str]:
+        """Say that compiled modules, and perhaps the whole forward, are not recorded."""
+        if not self._modules.unseen:
+            return []
+        return [MODULES_UNSEEN, *([FORWARD_UNSEEN] if self.hides_forward(rows) else [])]
+
+    def hides_forward(self, rows: Iterable[Event]) -> bool:
+        """Whether the whole forward runs inside compiled code."""
+        return bool(self._modules.unseen) and not any(row.kind == Kind.FORWARD_PASS for row in rows)
 
 
-def unseen_uses(rows: Iterable[Event], owners: Sequence[str]) -> list[Event]:
-    """Forwards of no length of the modules ``owners``: where each recorded pass begins, or a step that shows none."""
+def assumed_forwards(rows: Iterable[Event], owners: Sequence[str]) -> list[Event]:
+    """Zero-length forwards of the compiled modules ``owners``, at the start of each recorded pass.
+
+    Hooks inside compiled code would break its graph, so these forwards are not seen. Their parameters are needed at the
+    latest when the pass begins, or the step if it shows no pass.
+    """
     steps = {row.step: row.start_ns for row in rows if row.kind == Kind.STEP}
     passes = [(row.step, row.start_ns) for row in rows if row.kind == Kind.FORWARD_PASS]
     seen = {step for step, _ in passes}

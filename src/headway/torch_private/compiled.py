@@ -1,4 +1,4 @@
-"""What torch.compile has made, and how it cuts graphs."""
+"""Private names of torch.compile: which modules run compiled, and how DDP's buckets split compiled graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class CompiledForward:
-    """What a class of modules is besides its own if their forward runs compiled, but their own hooks outside of it."""
+    """A mixin for classes of modules whose forward runs compiled, but whose own hooks run outside compiled code."""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -26,16 +26,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compilation_marks(module: torch.nn.Module) -> tuple[type, Any, Any]:
-    """What becomes something else where ``module`` is compiled in place."""
-    own = module.__dict__
-    return type(module), own.get("_compiled_call_impl"), own.get("forward")
+    """The attributes that change when ``module`` is compiled in place."""
+    attributes = module.__dict__
+    return type(module), attributes.get("_compiled_call_impl"), attributes.get("forward")
 
 
 @contextmanager
 def compiled_in_parts(cap_bytes: int) -> Iterator[None]:
-    """While this lasts code is compiled as inside a DDP whose buckets take ``cap_bytes``: a graph for about as much.
+    """Inside it, code is compiled as under a DDP with buckets of ``cap_bytes``: split into one graph per bucket.
 
-    The gradients of one graph are all there at its backward's end, so only between graphs can communication begin.
+    A graph's gradients all become ready at the end of its backward, so communication can only begin between graphs.
     """
     wrapper: Any = DistributedDataParallel
     before = wrapper._active_ddp_module
@@ -47,18 +47,18 @@ def compiled_in_parts(cap_bytes: int) -> Iterator[None]:
 
 
 def compile_in_parts_of(ddp: DistributedDataParallel, cap_bytes: int) -> None:
-    """Have what ``ddp`` calls compiled in parts of ``cap_bytes``, whatever its buckets are. It has made these."""
+    """Have the module inside ``ddp`` compiled in parts of ``cap_bytes``. Its buckets exist already and stay as is."""
     ddp.bucket_bytes_cap = _least_part_bytes(cap_bytes)
 
 
 def _least_part_bytes(cap_bytes: int) -> int:
-    """Code is compiled in no smaller parts than DDP's own first bucket: a smaller cap fails there."""
+    """Raise ``cap_bytes`` to at least the size of DDP's first bucket: with a smaller cap, compiling fails."""
     least_bytes: int = cast(Any, dist)._DEFAULT_FIRST_BUCKET_BYTES
     return max(cap_bytes, least_bytes)
 
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Whether ``module`` runs compiled inside, but its own hooks outside, as what torch.compile makes of another."""
+    """Whether ``module``'s forward runs compiled, but its hooks outside, as in the result of torch.compile."""
     return isinstance(module, CompiledForward) or _is_compiled_copy(module)
 
 
@@ -68,7 +68,7 @@ def _is_compiled_copy(module: Any) -> bool:
 
 
 def compiled_from(module: Any) -> Any:
-    """The module that torch.compile has made ``module`` of; ``module`` itself where it has not."""
+    """The original of a module returned by torch.compile; any other ``module`` itself."""
     return module._orig_mod if _is_compiled_copy(module) else module
 
 
@@ -76,13 +76,13 @@ def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of ``root`` whose own hooks run outside of compiled code."""
     if is_compiled(root):
         return [root] if has_compiled_forward(root) else []
-    found = {id(root): root}
+    eager = {id(root): root}
     for child in root.children():
-        found |= {id(module): module for module in eager_modules(child)}
-    return list(found.values())
+        eager |= {id(module): module for module in eager_modules(child)}
+    return list(eager.values())
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has made code of anything in this process."""
+    """Whether torch.compile has compiled anything in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"] or utils.counters["stats"])

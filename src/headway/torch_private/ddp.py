@@ -1,4 +1,4 @@
-"""What DistributedDataParallel and fully_shard keep to themselves."""
+"""Private names of DistributedDataParallel and fully_shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 def ddp_bucket_assignment(
     shapes: Sequence[tuple[tuple[int, ...], str]], limits_bytes: list[int]
 ) -> list[list[int]]:
-    """Ask DDP's own bucketing how it would group tensors of these shapes and dtypes, in this order."""
+    """How DDP would assign tensors of these shapes and dtypes, in this order, to buckets of ``limits_bytes``."""
     if not shapes:
         return []
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in shapes]
@@ -30,7 +30,7 @@ def ddp_bucket_assignment(
 
 
 def ddp_buckets(ddp: DistributedDataParallel) -> list[list[int]]:
-    """DDP's buckets in force, as positions among its parameters that take gradients; empty where unknown."""
+    """DDP's current buckets, as indices into its parameters that require gradients; empty if unknown."""
     text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     return [[int(index) for index in bucket.split()] for bucket in str(text).split(",") if bucket.strip()]
 
@@ -41,13 +41,13 @@ def stock_ddp(
     options: Mapping[str, Any],
     accumulated: Collection[int] = (),
 ) -> DistributedDataParallel:
-    """DistributedDataParallel over ``module`` as torch constructs it, whatever takes its place for scripts.
+    """Construct torch's own DistributedDataParallel over ``module``, even where Headway replaces the class for scripts.
 
-    It is made of ``earlier`` where there is one, which has let go of its reducer. ``accumulated`` are the identities of
-    parameters that a backward has used which was not reduced: what it left is averaged with the next one's.
+    ``earlier``, if given, is constructed again in place; its reducer must have been released. ``accumulated`` are ids
+    of parameters with gradients from a backward under ``no_sync``: they are reduced together with the next backward's.
     """
     ddp: DistributedDataParallel = object.__new__(DistributedDataParallel) if earlier is None else earlier
-    # Who replaces or watches the constructor says what it wraps.
+    # Patches of the constructor set ``__wrapped__``.
     inspect.unwrap(DistributedDataParallel.__init__)(ddp, module, **options)
     if ddp.find_unused_parameters:
         for index, parameter in enumerate(ddp._build_params_for_reducer()[0]):
@@ -56,10 +56,10 @@ def stock_ddp(
     return ddp
 
 
-def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
-    """Have copies of ``ddp``, and what is pickled of it, be an ordinary DDP again.
+def copy_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
+    """Make copies and pickles of ``ddp`` ordinary DDPs.
 
-    They have neither its communication hook, whose state cannot be copied, nor the attributes ``added`` to it.
+    They omit its communication hook, whose state cannot be copied, and the attributes ``added`` to it.
     """
     reference = weakref.ref(ddp)
 
@@ -74,15 +74,15 @@ def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
     ddp.__dict__["__getstate__"] = state
 
 
-def copied_as_itself(ddp: DistributedDataParallel) -> None:
-    """Undo ``copied_without_hook``."""
+def copy_with_hook(ddp: DistributedDataParallel) -> None:
+    """Undo ``copy_without_hook``."""
     del ddp.__dict__["__getstate__"]
 
 
-def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
-    """What ``__reduce_ex__`` of a class in the place of DDP returns, so that a copy is an ordinary DDP.
+def pickle_as_stock_ddp(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
+    """The result of ``__reduce_ex__`` for a class that replaces DDP, so that copies and pickles are ordinary DDPs.
 
-    As with torch's own, it needs no other rank. Raises RuntimeError where the process group is not the default one.
+    As with torch's own, no other rank is needed. Raises RuntimeError if the process group is not the default one.
     """
     options = {
         "init_sync": False, "process_group": wrapper.process_group, "device_ids": wrapper.device_ids,
@@ -90,18 +90,21 @@ def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
     }  # fmt: skip
     plain = stock_ddp(None, wrapper.module, options)
     state: Any = plain.__getstate__()
-    let_go_of_reducer(plain)
+    release_reducer(plain)
     state["training"] = wrapper.training
     return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
 
 
-def divides_by_ranks_left(ddp: DistributedDataParallel) -> bool:
-    """Whether a ``join()`` lasts in which gradients are divided by the number of ranks that still train."""
+def divides_by_remaining_ranks(ddp: DistributedDataParallel) -> bool:
+    """Whether a ``join()`` is active in which gradients are divided by the number of ranks that still train."""
     return bool(ddp._join_config.enable) and not getattr(ddp, "_divide_by_initial_world_size", True)
 
 
-def buckets_rebuilt(ddp: DistributedDataParallel) -> bool:
-    """Have ``ddp`` put its buckets in the order of its first backward, on every rank; False if that has not ended."""
+def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Rebuild the buckets of ``ddp`` in the order of its first backward, on every rank.
+
+    Returns False if that backward has not ended.
+    """
     reducer: Any = ddp.reducer
     try:
         reducer._check_reducer_finalized()
@@ -112,45 +115,47 @@ def buckets_rebuilt(ddp: DistributedDataParallel) -> bool:
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:
-    """Raise RuntimeError, with torch's explanation, where a backward lasts or has left parameters unreduced."""
+    """Raise torch's RuntimeError if a backward is in progress, or has left parameters unreduced."""
     held: Any = ddp
     held.reducer._check_reducer_finalized()
 
 
-def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
-    """Remove the hooks of ``ddp`` and free its buckets, between two backwards; ``stock_ddp`` brings them back.
+def release_reducer(ddp: DistributedDataParallel) -> None:
+    """Remove the hooks of ``ddp`` and free its buckets, between two backwards; ``stock_ddp`` restores them.
 
-    Raises RuntimeError, with torch's explanation, where the last backward has not been reduced.
+    Raises torch's RuntimeError if the last backward has not been reduced.
     """
     check_reduced(ddp)
     held: Any = ddp
     held.reducer._remove_autograd_hooks()
     held.reducer = held.logger = None
-    held._comm_hooks.clear()  # with what their states keep
+    held._comm_hooks.clear()  # and with them their states
 
 
-def ddp_keeps_its_cap(ddp: DistributedDataParallel) -> bool:
-    """Whether this torch keeps the cap of buckets apart from that by which code is compiled in parts."""
+def ddp_has_separate_bucket_cap(ddp: DistributedDataParallel) -> bool:
+    """Whether this torch has separate caps for buckets, and for splitting compiled graphs."""
     return hasattr(ddp, "_bucket_config")
 
 
 def ddp_bucket_cap_mb(ddp: DistributedDataParallel) -> float | None:
-    """The ``bucket_cap_mb`` a DDP was built with; None where the default is in force."""
+    """The ``bucket_cap_mb`` that a DDP was built with; None if it is the default."""
     if getattr(ddp, "bucket_bytes_cap_default", False):
         return None
-    config = getattr(ddp, "_bucket_config", ddp)  # the attribute may be what ``compile_in_parts_of`` says
+    config = getattr(
+        ddp, "_bucket_config", ddp
+    )  # ``compile_in_parts_of`` may have set the attribute of ``ddp``
     return float(config.bucket_bytes_cap) / 2**20
 
 
 def ddp_bucket_caps_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> list[float]:
-    """The ``bucket_cap_mb_list`` a DDP was built with, in MiB; empty where it has none, and before torch 2.13."""
+    """The ``bucket_cap_mb_list`` that a DDP was built with, in MiB; empty if it has none, or before torch 2.13."""
     return [cap_bytes / 2**20 for cap_bytes in getattr(ddp, "bucket_bytes_cap_list", None) or ()]
 
 
-def moved_as_ddp_does(
+def move_inputs_like_ddp(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a forward with their tensors on ``device``, as DDP moves them where it has ``device_ids``."""
+    """Move the tensors in a forward's arguments to ``device``, as DDP does if it has ``device_ids``."""
     moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
     if not moved_inputs:
         return (), {}
@@ -158,17 +163,17 @@ def moved_as_ddp_does(
 
 
 def join_config_disabled() -> Any:
-    """What a module that can be joined carries outside of ``join()``."""
+    """The join configuration that a joinable module has outside ``join()``."""
     return _JoinConfig.construct_disabled_join_config()
 
 
 def sharded_by_fully_shard() -> type | None:
-    """The class of modules that ``fully_shard`` was called on, where it has been in this process."""
+    """The base class of modules sharded by ``fully_shard``; None if none was sharded in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded: type | None = getattr(fsdp, "FSDPModule", None)
     return sharded if sharded is not None and sharded.__subclasses__() else None
 
 
-def ddp_ignores_some_of(module: torch.nn.Module) -> bool:
+def ddp_ignores_parameters(module: torch.nn.Module) -> bool:
     """Whether DistributedDataParallel was told to leave some parameters or buffers of ``module`` alone."""
     return bool(getattr(module, "_ddp_params_and_buffers_to_ignore", None))

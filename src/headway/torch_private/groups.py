@@ -1,4 +1,4 @@
-"""Process groups, their stores and their ends."""
+"""Private names of process groups: backends, the job's store, Gloo's threads and the shutdown of groups."""
 
 from __future__ import annotations
 
@@ -22,44 +22,39 @@ from headway.errors import CommunicationError
 
 
 def source_of(work: dist.Work) -> int:
-    """Which member of its group sent what the finished ``work`` received from anybody."""
+    """The group rank that sent the message of a finished receive from any source."""
     return int(work._source_rank())
 
 
 def when_work_completes(boxed: Any, callback: Callable[[], None]) -> None:
-    """Call ``callback`` when a boxed work is done, on whichever thread completes it."""
+    """Call ``callback`` when a boxed work is done, on the thread that completes it."""
     dist.Work.unbox(boxed).get_future().then(lambda _: callback())
 
 
 def wait_for_work(boxed: Any) -> None:
-    """Return when a boxed work is done."""
+    """Wait until a boxed work is done."""
     dist.Work.unbox(boxed).wait()
 
 
 LIMIT_S = 30.0
-"""In which the store answers what it knows, on a very busy machine, too."""
+"""How long the store may take to answer, even on a very busy machine."""
 SHORT_LIMIT_S = 5.0
-"""The same for what only improves the message of a failure."""
+"""The same, for requests that only improve an error message."""
 
 _stores = cast(Any, dist)  # its stores are public, and missing from its annotations
-_deadlines: dict[
-    threading.Thread, float
-] = {}  # of what is asked at the moment; no lock, as signal handlers ask, too
-
-
-# The job's key-value store, with a limit on every operation.
-#
-# A client of ``TCPStore`` sends its request and then reads the answer without any limit: where the process that keeps the
-# store is stopped, or its host is cut off, no operation ever returns, and no other of the same client begins. So each
-# runs on a thread of its own, which is given up where it outlasts its limit.
+# Of the operations in progress. No lock, as signal handlers use the store too.
+_deadlines: dict[threading.Thread, float] = {}
 
 
 class JobStore:
-    """The store of the default process group: its own methods, each of which ends within ``limit_s`` seconds.
+    """The store of the default process group, with a time limit of ``limit_s`` seconds on every operation.
 
-    ``wait``, and ``get`` of a key that is not there, may take what they are allowed to wait for the key besides. All
-    raise CommunicationError, which names the keeper, where the store does not answer in time, and pass on what the
-    store itself raises.
+    A client of ``TCPStore`` waits for its answer without any limit: if the process that hosts the store is stopped, or
+    its host is cut off, no operation returns, and no other of the same client begins. So each operation runs on its own
+    thread, which is abandoned after the limit.
+
+    ``wait``, and ``get`` of a missing key, may take their own timeout in addition. All methods raise CommunicationError
+    naming the host of the store if it does not answer in time, and pass on what the store itself raises.
     """
 
     def __init__(self, store: Any, limit_s: float = LIMIT_S) -> None:
@@ -70,7 +65,7 @@ class JobStore:
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``; waits for it as long as the store's own timeout."""
+        """The value of ``key``; waits for the key up to the store's own timeout."""
         return bytes(self._ask(lambda: self._store.get(key), self._store.timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -82,7 +77,7 @@ class JobStore:
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` to ``desired`` where it is ``expected``, or unset and that empty; returns what it is then."""
+        """Set ``key`` to ``desired`` if it is ``expected``, or unset and ``expected`` empty; returns the new value."""
         return bytes(self._ask(lambda: self._store.compare_set(key, expected, desired)))
 
     def delete_key(self, key: str) -> bool:
@@ -90,16 +85,16 @@ class JobStore:
         return bool(self._ask(lambda: self._store.delete_key(key)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Return when all ``keys`` are set; raises what the store raises after ``timeout``."""
+        """Wait until all ``keys`` are set; raises the store's own error after ``timeout``."""
         self._ask(lambda: self._store.wait(list(keys), timeout), timeout)
 
     @property
     def is_kept_by_rank_0(self) -> bool:
-        """Whether it goes with rank 0, rather than with the launcher of host 0."""
+        """Whether rank 0 hosts the store, rather than the launcher of host 0."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true"
 
     def _ask(self, operation: Callable[[], Any], patience: timedelta = timedelta()) -> Any:
-        before = list(_deadlines.values())  # a client does one thing after the other
+        before = list(_deadlines.values())  # a client runs one operation at a time
         now = time.monotonic()
         if any(now > deadline for deadline in before):
             raise self._silent(self._limit_s)
@@ -132,7 +127,7 @@ class JobStore:
     def _silent(self, waited_s: float) -> CommunicationError:
         return CommunicationError(
             f"{self._keeper()}, which keeps the job's store, does not answer within {waited_s:g} s: it is stopped or "
-            "cut off. Restart the job from its last checkpoint."
+            "unreachable. Restart the job from its last checkpoint."
         )
 
     def _keeper(self) -> str:
@@ -142,32 +137,32 @@ class JobStore:
 
 
 def default_store(limit_s: float = LIMIT_S) -> JobStore:
-    """The key-value store of the default process group; each operation raises after ``limit_s`` seconds."""
+    """The key-value store of the default process group, with a limit of ``limit_s`` seconds on each operation."""
     return JobStore(_get_default_store(), limit_s)
 
 
-def kept_in_a_file() -> bool:
-    """Whether the default group met in a file: its store's operations never end where the file's folder is gone."""
+def uses_file_store() -> bool:
+    """Whether the default group uses a file store, whose operations hang if the file's folder is deleted."""
     return dist.is_initialized() and isinstance(without_prefixes(_get_default_store()), _stores.FileStore)
 
 
 def without_prefixes(store: Any) -> Any:
-    """The store below all prefixes."""
+    """The store inside all ``PrefixStore`` wrappers."""
     while isinstance(store, _stores.PrefixStore):
         store = store.underlying_store
     return store
 
 
-GLOO_S = 0.2  # what its threads need at the most, unless the machine is very busy
+GLOO_S = 0.2  # the longest that Gloo's threads need to finish, unless the machine is very busy
 
 
 def process_group(boxed: Any) -> dist.ProcessGroup:
-    """A process group as operators are handed it."""
+    """The process group in a boxed operator argument."""
     return dist.ProcessGroup.unbox(boxed)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of ``group``, for tensors on the CPU where it takes them, or None where it cannot be learned."""
+    """The timeout of ``group``'s CPU backend, or else of its CUDA backend; None if unknown."""
     for kind in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):
             timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
@@ -176,22 +171,22 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def sum_on_backend(operand: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum a tensor on the CPU over the ranks of ``group``, in place.
+    """Sum a CPU tensor over the ranks of ``group``, in place.
 
-    This and the two below call the backend straight, and not through the dispatcher, so that it is entered without the
-    interpreter's lock even where kernels of Python lie over its operations. A thread of Gloo that lets go of the last
-    reference to a tensor which Python has seen waits for that lock, and holds its queue's meanwhile.
+    This and the two functions below call the backend directly, not through the dispatcher, so that it runs without the
+    GIL even if Python kernels are overlaid on its operations. Otherwise it can deadlock: a Gloo thread that drops the
+    last reference to a tensor seen by Python waits for the GIL while holding its queue's lock.
     """
     _backend_of(group).allreduce([operand], dist.AllreduceOptions()).wait()
 
 
 def gather_on_backend(gathered: torch.Tensor, operand: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's ``operand``, behind each other, into ``gathered``."""
+    """All-gather: concatenate every rank's ``operand`` into ``gathered``."""
     _backend_of(group)._allgather_base(gathered, operand).wait()
 
 
 def exchange_on_backend(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Equal shares of ``sent`` to all ranks, and theirs into ``received``."""
+    """All-to-all: send equal shares of ``sent`` to all ranks, and receive theirs into ``received``."""
     _backend_of(group).alltoall_base(received, sent, [], []).wait()
 
 
@@ -200,7 +195,7 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The lower-case name of the backend that ``group`` has for each type of device, such as "nccl" for "cuda"."""
+    """The lower-case name of ``group``'s backend for each device type, such as {"cuda": "nccl"}."""
     config = torch.distributed.distributed_c10d.get_backend_config(group)
     return dict(pair.split(":") for pair in config.split(","))
 
@@ -211,7 +206,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def gloo_devices(group: dist.ProcessGroup) -> list[Any]:
-    """The network devices of ``group``, each with a thread that serves its connections; none without Gloo."""
+    """The Gloo network devices of ``group``, each with a thread that serves its connections; empty without Gloo."""
     with suppress(RuntimeError, AttributeError):
         options: Any = group._get_backend(torch.device("cpu")).options
         return list(options._devices)
@@ -226,21 +221,28 @@ def new_gloo_group(
     local: bool,
     description: str,
 ) -> dist.ProcessGroup:
-    """A new group over Gloo for one collective at a time, on the ``devices`` of another group. Collective.
+    """Create a Gloo group that runs one collective at a time on the ``devices`` of another group.
 
-    ``local`` says that only ``ranks`` make it, and not all ranks of the job.
+    Collective over all ranks of the job, or only over ``ranks`` if ``local``.
 
-    ``new_group("gloo")`` gives each group a device with a thread that wakes a hundred times a second, and two threads
-    for collectives. So the group is made by a backend of our own, which is registered only meanwhile: others may look
-    at which backends there are.
+    ``new_group("gloo")`` would create a device with a thread that wakes up 100 times a second, and two threads for
+    collectives. So a backend of our own creates the group. It is registered only meanwhile, as other code may list the
+    backends.
     """
 
     def make(options: Any, _backend_options: Any) -> Any:
         gloo: Any = dist.ProcessGroupGloo
-        own = gloo._Options()
-        own._devices, own._threads, own._timeout = list(devices), 1, options.timeout
-        own.global_ranks_in_group, own.group_name = options.global_ranks_in_group, options.group_id
-        return gloo(options.store, options.group_rank, options.group_size, own)
+        gloo_options = gloo._Options()
+        gloo_options._devices, gloo_options._threads, gloo_options._timeout = (
+            list(devices),
+            1,
+            options.timeout,
+        )
+        gloo_options.global_ranks_in_group, gloo_options.group_name = (
+            options.global_ranks_in_group,
+            options.group_id,
+        )
+        return gloo(options.store, options.group_rank, options.group_size, gloo_options)
 
     dist.Backend.register_backend(_OWN_BACKEND, make, extended_api=True, devices=["cpu"])
     try:
@@ -261,16 +263,16 @@ _made_by: Counter[tuple[int, ...]] = Counter()
 
 @contextmanager
 def _named_by_its_ranks() -> Iterator[None]:
-    """Name a group that only its own ranks make by how many they have made before.
+    """Name a group that only its members create by its ranks and how many groups they have created.
 
-    torch counts the groups that a process has at the moment: ranks that have given back others do not meet, and a name
-    that is used again finds what the store has kept of the first group.
+    torch names it by the number of groups that the process has. So ranks that have destroyed groups would use different
+    names, and a reused name would find the first group's keys in the store.
     """
 
     def named(ranks: Sequence[int], *_args: Any, **_kwargs: Any) -> str:
-        made = tuple(ranks)
-        _made_by[made] += 1
-        return f"headway/{'_'.join(map(str, made))}/{_made_by[made]}"
+        members = tuple(ranks)
+        _made_by[members] += 1
+        return f"headway/{'_'.join(map(str, members))}/{_made_by[members]}"
 
     module: Any = distributed_c10d
     stock = module._process_group_name
@@ -282,15 +284,15 @@ def _named_by_its_ranks() -> Iterator[None]:
 
 
 def gloo_device(host: str) -> Any:
-    """A network device of Gloo on the address ``host`` of this machine, with a thread that serves its connections."""
+    """A Gloo network device on this machine's address ``host``, with a thread that serves its connections."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo.create_device(hostname=host)
 
 
 def gloo_context(store: Any, rank: int, size: int, device: Any, timeout: timedelta) -> Any:
-    """Connections of ``size`` processes that meet in ``store``, no process group of torch's lists: a Gloo backend.
+    """Connect ``size`` processes through ``store`` by a Gloo backend that torch does not list as a process group.
 
-    ``timeout`` bounds each wait for one peer, here too. Raises RuntimeError, and what ``store`` raises.
+    ``timeout`` limits each wait for a peer, during the connection too. Raises RuntimeError, and what ``store`` raises.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -299,7 +301,7 @@ def gloo_context(store: Any, rank: int, size: int, device: Any, timeout: timedel
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Close the connections of ``group``, so that peers waiting on this rank fail rather than wait."""
+    """Close the connections of ``group``, so that peers waiting for this rank fail instead of waiting."""
     with suppress(RuntimeError, AttributeError):
         group.abort()
 
@@ -320,20 +322,20 @@ def before_group_shutdown(callback: Callable[[dist.ProcessGroup], None]) -> None
 
 
 def let_gloo_finish() -> None:
-    """Give Gloo's threads a moment of the interpreter; to be called before a process group is destroyed.
+    """Give Gloo's threads time to acquire the GIL; call this before a process group is destroyed.
 
-    torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
-    finished collective needs it: a group destroyed right after a collective can hang or abort.
+    torch joins these threads while holding the GIL, which a thread needs to free the tensors of a finished collective:
+    a group destroyed right after a collective can hang or abort.
     """
     time.sleep(GLOO_S)
 
 
 @functools.cache
-def let_gloo_finish_in_time() -> None:
-    """From now on, before groups are destroyed and before Python ends.
+def let_gloo_finish_before_shutdown() -> None:
+    """Call ``let_gloo_finish`` before every group is destroyed and before Python exits, from now on.
 
-    A script that ends right after a collective aborts otherwise where it still has its group: a thread of Gloo that
-    asks for the interpreter once Python is going is ended in a place that must not be left.
+    Otherwise a script that exits right after a collective, with its group alive, can abort: a Gloo thread that requests
+    the GIL during Python's shutdown is terminated in code that must not be unwound.
     """
     ended_s = -GLOO_S
 

@@ -1,4 +1,4 @@
-"""Optimizers, loss scaling, data loaders, and hooks and gates around steps."""
+"""Private names of optimizers, GradScaler and data loaders, and hooks and gates around all optimizer steps."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Unscaling = Callable[[torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], 
 def around_unscaling(
     around: Callable[[Unscaling, torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], Any],
 ) -> None:
-    """Have every ``GradScaler`` call ``around`` to unscale, which is given what it did before, and its arguments.
+    """Have every ``GradScaler`` unscale through ``around(stock, optimizer, inverse_scale, found_inf, allow_fp16)``.
 
-    These are (optimizer, inverse scale, found_inf, allow_fp16), and found_inf by device is returned.
+    ``stock`` is the original method. ``around`` returns found_inf by device.
     """
     stock = torch.amp.GradScaler._unscale_grads_
 
@@ -47,47 +47,45 @@ def around_unscaling(
 
 
 def unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Multiply ``gradients``, of one dtype; set ``found_inf`` to 1 where an element was not finite."""
+    """Multiply ``gradients`` (of one dtype) by ``inverse_scale``; set ``found_inf`` to 1 if any element is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``GradScaler`` would have ``optimizer`` step, where gradients need no unscaling.
+    """Whether all gradients of ``optimizer`` are finite, so that ``GradScaler`` would let it step.
 
-    Strategies answer for gradients that are not whole, and agree between ranks.
+    Goes through ``GradScaler``'s unscaling, which strategies with partial gradients patch to agree between ranks.
     """
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     if device is None:
         return True
     scaler = torch.amp.GradScaler(device.type)
-    one, found = torch.ones((), device=device), torch.zeros((), device=device)
-    found_by_device = scaler._unscale_grads_(optimizer, one, found, True)
-    return not any(bool(each) for each in found_by_device.values())
+    unit_scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    found_inf_by_device = scaler._unscale_grads_(optimizer, unit_scale, found_inf, True)
+    return not any(bool(flag) for flag in found_inf_by_device.values())
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer was applied to ``parameter`` within backward."""
+    """Whether an optimizer steps ``parameter`` within backward (``_apply_optimizer_in_backward``)."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 Step = Callable[..., Any]
 Gate = Callable[[Optimizer, Step, tuple[Any, ...], dict[str, Any]], Any]
-"""Is given an optimizer, its step, and what that is called with; returns what ``optimizer.step`` returns."""
+"""Called with an optimizer, its step, and the step's arguments; returns the result of ``optimizer.step``."""
 
 _gates: list[Gate] = []
-_asked: set[int] = set()  # ids of optimizers whose step asks
+_in_gate: set[int] = set()  # ids of optimizers whose step is inside the gate
 
 
-# Gates around the steps of all optimizers, which decide whether a step is made.
-#
-# A step hook of torch's can change a step's arguments, and not leave it out. So ``step`` of each optimizer class is
-# replaced, for ever, by one that asks the gate.
+# A step hook of torch can change a step's arguments, but cannot skip the step. So ``step`` of each optimizer class is
+# replaced, permanently, by one that calls the gate.
 
 
 def gate_steps(gate: Gate) -> None:
-    """Have every ``optimizer.step(...)`` of this process go through ``gate`` from now on; there is one.
+    """Have every ``optimizer.step(...)`` of this process go through ``gate`` from now on. There can be only one gate.
 
-    Bound steps that somebody holds already, such as schedulers of learning rates, do not.
+    Bound ``step`` methods taken earlier, as by learning-rate schedulers, bypass it.
     """
     if _gates:
         assert _gates == [gate], "two gates"
@@ -109,16 +107,16 @@ def gate_steps(gate: Gate) -> None:
             _gate_class(subclass)
 
 
-def is_asked(optimizer: Optimizer) -> bool:
-    """Whether the step that ``optimizer`` is in went through the gate."""
-    return id(optimizer) in _asked
+def is_in_gate(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is in a step that went through the gate."""
+    return id(optimizer) in _in_gate
 
 
 def _subclasses(of: type) -> Iterator[type[Any]]:
-    known: list[type[Any]] = type.__subclasses__(of)
-    for each in known:
-        yield each
-        yield from _subclasses(each)
+    subclasses: list[type[Any]] = type.__subclasses__(of)
+    for subclass in subclasses:
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _gate_class(owner: type[Any]) -> None:
@@ -128,40 +126,38 @@ def _gate_class(owner: type[Any]) -> None:
 
     @functools.wraps(step)
     def gated(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if id(self) in _asked:  # a class whose step calls that of another
+        if id(self) in _in_gate:  # a step that calls the step of its base class
             return step(self, *args, **kwargs)
-        _asked.add(id(self))
+        _in_gate.add(id(self))
         try:
             return _gates[0](self, functools.partial(step, self), args, kwargs)
         finally:
-            _asked.discard(id(self))
+            _in_gate.discard(id(self))
 
     gated.gated = True  # type: ignore[attr-defined]
-    # The step without torch's hooks, as it is found where there is no gate.
+    # The step without torch's hooks, as ``unhooked_step`` expects it.
     gated.__wrapped__ = getattr(step, "__wrapped__", step)
     owner.step = gated
 
 
 BeforeStep = Callable[[Optimizer, Any, Any], Any]
-"""Is told the optimizer and the arguments of its step; returns None, or other arguments as ``(args, kwargs)``."""
+"""Called with the optimizer and the step's arguments; returns None, or replacements as ``(args, kwargs)``."""
 AfterStep = Callable[[Optimizer, Any, Any], None]
 
 
-# Hooks on the steps of all optimizers, which may come and go at any time, in the middle of a step too.
-#
-# torch goes through a dict of such hooks, and a step fails in which one is added to it or removed. So one hook of each
-# kind is given to torch for ever, which calls those that there are.
+# Hooks on the steps of all optimizers may be added and removed at any time, even during a step. torch iterates over a
+# dict of such hooks, and fails if it changes meanwhile. So torch permanently gets one hook of each kind: it calls ours.
 
 
 class StepHook:
-    """A hook that is called until it is removed."""
+    """A hook on optimizer steps, active until it is removed."""
 
     def __init__(self, hooks: list[StepHook], call: Callable[[Optimizer, Any, Any], Any]) -> None:
         self._hooks, self.call = hooks, call
         hooks.append(self)
 
     def remove(self) -> None:
-        """Have it called no more."""
+        """Deactivate the hook."""
         if self in self._hooks:
             self._hooks.remove(self)
 
@@ -171,13 +167,13 @@ _after: list[StepHook] = []
 
 
 def before_every_step(call: BeforeStep) -> StepHook:
-    """Call ``call`` before each step of any optimizer, behind those that are there."""
+    """Call ``call`` before each step of any optimizer, after existing hooks."""
     _watch()
     return StepHook(_before, call)
 
 
 def after_every_step(call: AfterStep) -> StepHook:
-    """Call ``call`` after each step of any optimizer, behind those that are there."""
+    """Call ``call`` after each step of any optimizer, after existing hooks."""
     _watch()
     return StepHook(_after, call)
 
@@ -189,11 +185,11 @@ def _watch() -> None:
 
 
 def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    given = args, kwargs
+    arguments = args, kwargs
     for hook in _before[:]:
-        if hook in _before and (changed := hook.call(optimizer, *given)) is not None:
-            given = changed
-    return given
+        if hook in _before and (changed := hook.call(optimizer, *arguments)) is not None:
+            arguments = changed
+    return arguments
 
 
 def _step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

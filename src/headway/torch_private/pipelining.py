@@ -1,4 +1,4 @@
-"""The schedules of ``torch.distributed.pipelining``, and their stages, one micro-batch at a time."""
+"""Private names of ``torch.distributed.pipelining``: running its schedules' stages one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from headway.torch_private.tensors import preserved_versions
 
 
 class InputGradients:
-    """Has ``tell`` called once in the backward of ``micro_batch`` of ``stage``, torch's, when they are all there.
+    """Calls ``when_ready`` during the backward of one micro-batch, once all gradients of the stage's inputs are ready.
 
-    From then on the stage gives them as what it sends. What ``tell`` raises is raised by ``done``: raised in backward,
-    it would leave replicas waiting for each other.
+    The gradients are then stored where torch's stage looks for what it sends. An exception of ``when_ready`` is raised
+    by ``done``: raised in backward, it would leave replicas waiting for each other.
     """
 
-    def __init__(self, stage: Any, micro_batch: int, tell: Callable[[], None]) -> None:
-        self._stage, self._micro_batch, self._tell = stage, micro_batch, tell
-        self._told = False
+    def __init__(self, stage: Any, micro_batch: int, when_ready: Callable[[], None]) -> None:
+        self._stage, self._micro_batch, self._when_ready = stage, micro_batch, when_ready
+        self._is_ready = False
         self._failure: Exception | None = None
         _, values = stage.fwd_cache[micro_batch]
         self._values = values[: len(stage.args_recv_info[micro_batch])]
@@ -36,40 +36,40 @@ class InputGradients:
             if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
         ]
         self._missing = len(awaited)
-        self._handles = [each.register_post_accumulate_grad_hook(self._computed) for each in awaited]
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._computed) for leaf in awaited]
 
     def _computed(self, _: torch.Tensor) -> None:
         self._missing -= 1
         if self._missing:
             return
-        self._told = True
+        self._is_ready = True
         self._stage.bwd_cache[self._micro_batch] = tuple(
             value.grad if isinstance(value, torch.Tensor) else None for value in self._values
         )
         try:
-            self._tell()
-        except Exception as failure:  # raised again behind backward
+            self._when_ready()
+        except Exception as failure:  # raised again after backward
             self._failure = failure
 
     def done(self) -> None:
-        """Backward has returned: tell now if nothing was told, for an input that some of the graph does not need."""
+        """Backward has returned. Calls ``when_ready`` now if some input got no gradient, so that it was not called."""
         for handle in self._handles:
             handle.remove()
         if self._failure is not None:
             raise self._failure
-        if self._told:
-            self._stage.bwd_cache.pop(self._micro_batch, None)  # torch has put there what was sent
+        if self._is_ready:
+            self._stage.bwd_cache.pop(self._micro_batch, None)  # stored again by torch, but already sent
         else:
-            self._tell()
+            self._when_ready()
 
 
 _INFERENCES = ("_forward_metadata_inference", "_shape_inference")  # of torch 2.13, and of earlier ones
 
 
-def leave_no_trace(stage: Any) -> None:
-    """Have such forwards of ``stage`` leave buffers and random numbers as they were.
+def preserve_state_in_inference(stage: Any) -> None:
+    """Have the forwards with which torch infers shapes of ``stage`` leave buffers and the random state unchanged.
 
-    They would count to what ``BatchNorm`` has seen, before the first step and after every switch from evaluation.
+    They run before the first step and after every switch from evaluation, and would count in ``BatchNorm`` statistics.
     """
     for name in _INFERENCES:
         if hasattr(stage, name):
@@ -89,70 +89,70 @@ def _inferred(stage: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _PLANNED = "_headway_planned"
-_SPLIT = "_split_inputs"  # what a step does first
+_SPLIT = "_split_inputs"  # the first method that a step calls
 COMPUTE_LOSS = "_maybe_compute_loss"
-_NO_TENSOR = ("PipeliningMetadataError",)  # of torch 2.13; earlier ones raise what comes of it
+_NO_TENSOR = ("PipeliningMetadataError",)  # of torch 2.13; earlier versions fail later, with other errors
 
 
 def pipeline_stage() -> Any:
-    """The class of the stages of ``torch.distributed.pipelining``, where this process has imported that, or None."""
+    """The base class of stages; None if ``torch.distributed.pipelining`` is not imported."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     return getattr(stages, "_PipelineStageBase", None)
 
 
 def pipeline_schedules() -> tuple[Any, ...]:
-    """The classes whose ``step`` carries out a step of a schedule. Needs ``torch.distributed.pipelining`` imported."""
+    """The schedule classes that define ``step``. ``torch.distributed.pipelining`` must be imported."""
     from torch.distributed.pipelining import schedules
 
     return (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 
 
 def pipeline_schedule() -> Any:
-    """The class of all schedules, which has ``COMPUTE_LOSS``: called behind every forward. Needs the same."""
+    """The base class of schedules. Its method ``COMPUTE_LOSS`` is called after every forward."""
     from torch.distributed.pipelining import schedules
 
     return schedules._PipelineSchedule
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages that a schedule has on this rank."""
+    """The stages of a schedule on this rank."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
-def outputs_kept(stage: Any) -> list[Any]:
-    """What a stage has put out in the last step and keeps for the script."""
-    found: list[Any] = stage.output_chunks
-    return found
+def kept_outputs(stage: Any) -> list[Any]:
+    """The outputs of the last step that a stage keeps for the script."""
+    outputs: list[Any] = stage.output_chunks
+    return outputs
 
 
 def ends_of_backward(
     stage: Any, micro_batch: int, loss: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the backward of a micro-batch begins with, its loss or its outputs, and the inputs it ends with."""
+    """Where the backward of a micro-batch begins (its loss or outputs) and ends (its inputs)."""
     outputs, inputs = stage.fwd_cache[micro_batch]
     return tensors_in(outputs if loss is None else loss), tensors_in(inputs)
 
 
-def hands_on_no_tensor(failure: Exception) -> bool:
-    """Whether torch has raised it because a stage put out what is no tensor."""
-    return any(each.__name__ in _NO_TENSOR for each in type(failure).__mro__)
+def is_non_tensor_output_error(failure: Exception) -> bool:
+    """Whether torch raised ``failure`` because a stage returned something other than tensors."""
+    return any(kind.__name__ in _NO_TENSOR for kind in type(failure).__mro__)
 
 
 def is_stage(value: object) -> bool:
-    """Whether it is a stage of a pipeline."""
+    """Whether ``value`` is a pipeline stage."""
     stage = pipeline_stage()
     return stage is not None and isinstance(value, stage)
 
 
-def planned_of(stage: object) -> object | None:
-    """What was noted of a stage's plan (``PipelineSteps.note_plan``), if anything."""
+def plan_of_stage(stage: object) -> object | None:
+    """The plan noted on a stage by ``PipelineSteps.note_plan``, if any."""
     return getattr(stage, _PLANNED, None)
 
 
-def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[], None]:
-    """Have ``take_over`` called at the first step of every schedule constructed from now on; returns what undoes that.
+def before_first_step(take_over: Callable[[PipelineSteps], None]) -> Callable[[], None]:
+    """Have ``take_over`` called at the first step of every schedule constructed from now on, before the batch is split.
 
-    It is called before torch splits the batch.
+    Returns a function that undoes this.
     """
     from torch.distributed.pipelining import schedules
 
@@ -163,10 +163,10 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
         def construct(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> None:
             _original(self, *args, **kwargs)
 
-            def first(*given: Any, **named: Any) -> Any:
-                delattr(self, _SPLIT)  # torch's own again
+            def first(*args_: Any, **kwargs_: Any) -> Any:
+                delattr(self, _SPLIT)  # restore torch's own method
                 take_over(PipelineSteps(self))
-                return getattr(self, _SPLIT)(*given, **named)
+                return getattr(self, _SPLIT)(*args_, **kwargs_)
 
             setattr(self, _SPLIT, first)
 
@@ -175,19 +175,19 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
         undo.append(functools.partial(setattr, kind, "__init__", original))
 
     def undo_all() -> None:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
     return undo_all
 
 
-def left_to_torch(schedule: Any) -> None:
-    """Have ``when_first_stepped`` not await the first step of ``schedule``."""
+def leave_to_torch(schedule: Any) -> None:
+    """Exclude ``schedule`` from ``before_first_step``."""
     vars(schedule).pop(_SPLIT, None)
 
 
 def merge_outputs_by(schedule: Any, merge: Callable[[Sequence[Any]], Any]) -> None:
-    """Have ``merge`` make each of what ``schedule`` returns, of all micro-batches' ones: torch concatenates them."""
+    """Have ``merge`` combine the micro-batches' outputs into each output of ``schedule``; torch concatenates them."""
 
     def merge_all(outputs: Sequence[Any]) -> Any:
         return tree_map(lambda *parts: merge(parts), *outputs)
@@ -196,31 +196,31 @@ def merge_outputs_by(schedule: Any, merge: Callable[[Sequence[Any]], Any]) -> No
 
 
 class PipelineSteps:
-    """One of torch's schedule objects on this rank, whose steps somebody else may carry out.
+    """One of torch's schedules on this rank, whose steps can be run by other code.
 
-    Splitting a batch into micro-batches, working out shapes, losses and outputs stay torch's.
+    torch still splits batches into micro-batches, infers shapes, and computes losses and outputs.
     """
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        own = stages_of(schedule)
-        self.stages: dict[int, Any] = {stage.stage_index: stage for stage in own}
-        self.stage_count: int = own[0].num_stages
-        self.rank: int = own[0].group_rank
-        self.halves_backwards = False  # whether steps will be carried out so
+        stages = stages_of(schedule)
+        self.stages: dict[int, Any] = {stage.stage_index: stage for stage in stages}
+        self.stage_count: int = stages[0].num_stages
+        self.rank: int = stages[0].group_rank
+        self.halves_backwards = False  # whether backwards will run in two halves
         self._first_loss: Callable[[Callable[[Any, Any], Any], Any, Any], object] | None = None
         self._torch_step = schedule._step_microbatches
         self._signature = inspect.signature(self._torch_step)
         single = hasattr(schedule, "_initialize_stage")
         self._initialise = schedule._initialize_stage if single else schedule._initialize_stages
-        for stage in own:
-            leave_no_trace(stage)
+        for stage in stages:
+            preserve_state_in_inference(stage)
         # Earlier torch has no use for targets.
         self._initialise_takes = len(inspect.signature(self._initialise).parameters)
 
     @property
-    def will_be_taken_over(self) -> bool:
-        """Whether ``when_first_stepped`` awaits its first step."""
+    def awaits_first_step(self) -> bool:
+        """Whether ``before_first_step`` will still call back at this schedule's first step."""
         return _SPLIT in vars(self._schedule)
 
     @property
@@ -230,13 +230,13 @@ class PipelineSteps:
 
     @property
     def replicated(self) -> frozenset[int]:
-        """The stages whose last backward ends when replicas have added up gradients."""
+        """The stages wrapped in DistributedDataParallel: their last backward ends with the gradients' all-reduce."""
         return frozenset(
             index for index, module in self.modules.items() if isinstance(module, DistributedDataParallel)
         )
 
     def replicas_of(self, stage: int) -> list[int]:
-        """The ranks of the job that add up the gradients of a stage that is wrapped for it; of another one none."""
+        """The ranks that all-reduce a stage's gradients; empty if it is not wrapped in DistributedDataParallel."""
         module = self.stages[stage].submod
         if not isinstance(module, DistributedDataParallel):
             return []
@@ -249,21 +249,21 @@ class PipelineSteps:
         return count
 
     def split_into(self, count: int) -> None:
-        """Have batches split into ``count`` micro-batches from now on, before the first step.
+        """Split batches into ``count`` micro-batches from now on; call this before the first step.
 
-        A schedule of one stage a rank looks the number up in each step; others have written their order down.
+        Only for schedules with one stage per rank, which read the number in each step; others have a fixed order.
         """
         assert not hasattr(self._schedule, "_stages"), "several stages a rank"
         self._schedule._n_microbatches = count
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether gradients are divided by the number of micro-batches."""
+        """Whether the schedule divides gradients by the number of micro-batches."""
         divides: bool = self._schedule.scale_grads
         return divides
 
     def when_first_loss(self, check: Callable[[Callable[[Any, Any], Any], Any, Any], object]) -> None:
-        """Have ``check`` called once with the script's loss, an output and its target, where there is a loss."""
+        """Have ``check`` called once, with the script's loss function, an output and its target, if there is a loss."""
         self._first_loss = check
 
     @property
@@ -275,28 +275,28 @@ class PipelineSteps:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages are."""
+        """The device of the stages."""
         device: torch.device = next(iter(self.stages.values())).device
         return device
 
     @property
     def trains(self) -> bool:
-        """Whether the step in progress has backwards."""
+        """Whether the current step has backwards."""
         return all(stage.has_backward for stage in self.stages.values())
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank of the pipeline's group that has each stage."""
+        """For each stage, the rank in the pipeline's group that has it."""
         places = next(iter(self.stages.values())).stage_index_to_group_rank
         return tuple(places[stage] for stage in range(self.stage_count))
 
     def note_plan(self, plan: object) -> None:
-        """Have ``planned_of`` the stages give ``plan``."""
+        """Note ``plan`` on the stages, for ``plan_of_stage``."""
         for stage in self.stages.values():
             setattr(stage, _PLANNED, plan)
 
-    def carry_out_by(self, step: Callable[[dict[str, Any]], None]) -> None:
-        """Have ``step`` carry out every step from now on: it is given what torch's own was, by name."""
+    def replace_step(self, step: Callable[[dict[str, Any]], None]) -> None:
+        """Have ``step`` run every step from now on. It gets the arguments of torch's own method, by name."""
 
         def replaced(*args: Any, **kwargs: Any) -> None:
             bound = self._signature.bind(*args, **kwargs)
@@ -305,49 +305,53 @@ class PipelineSteps:
 
         self._schedule._step_microbatches = replaced
 
-    def as_torch_does(self, given: dict[str, Any]) -> None:
-        """Carry a step out in torch's own order."""
-        self._torch_step(**given)
+    def run_torch_step(self, arguments: dict[str, Any]) -> None:
+        """Run a step in torch's own order."""
+        self._torch_step(**arguments)
 
-    def begin(self, given: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Check what a step is given and prepare the stages; returns each micro-batch's arguments, and keyword ones."""
-        schedule, targets = self._schedule, given["target_mbs"]
-        args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, given["losses"])
-        more = (None if targets is None else targets[0], given.get("loss_kwargs"))
+    def begin(self, arguments: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Check a step's arguments and prepare the stages; returns each micro-batch's args and kwargs."""
+        schedule, targets = self._schedule, arguments["target_mbs"]
+        args, kwargs = schedule._check_inputs(
+            arguments["arg_mbs"], arguments["kwarg_mbs"], targets, arguments["losses"]
+        )
+        more = (None if targets is None else targets[0], arguments.get("loss_kwargs"))
         with contextlib.ExitStack() as stack:
-            # Torch works shapes out with a forward, behind which DDP would reduce gradients in the next backward, and
-            # stumble over the last one.
+            # torch infers shapes with a forward, after which DDP would expect to reduce gradients in the next backward,
+            # and would fail in the last one.
             for module in self.modules.values():
                 if isinstance(module, DistributedDataParallel):
                     stack.enter_context(module.no_sync())
             self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
         return args, kwargs
 
-    def end(self, given: dict[str, Any]) -> None:
-        """All micro-batches are through: hand out losses, and let data parallelism finish."""
+    def end(self, arguments: dict[str, Any]) -> None:
+        """All micro-batches are done: return the losses, and let data parallelism finish."""
         schedule = self._schedule
-        schedule._update_losses(list(self.stages.values()), given["losses"])
+        schedule._update_losses(list(self.stages.values()), arguments["losses"])
         if self.trains:
             for stage in self.stages.values():
                 stage.perform_reduce_grad(schedule._n_microbatches if schedule.scale_grads else 1)
 
     # One micro-batch ---------------------------------------------------------------------------------
 
-    def forward(self, stage: int, micro_batch: int, args: Any, kwargs: Any, given: dict[str, Any]) -> None:
-        """Compute a stage's forward, and the loss behind the last; hand the output to a next stage that is here."""
-        own = self.stages[stage]
-        output = own.forward_one_chunk(
-            micro_batch, args, kwargs, save_forward_output=given.get("return_outputs", True)
+    def forward(
+        self, stage: int, micro_batch: int, args: Any, kwargs: Any, arguments: dict[str, Any]
+    ) -> None:
+        """Run a stage's forward, and the loss after the last stage; pass the output to the next stage if it is here."""
+        torch_stage = self.stages[stage]
+        output = torch_stage.forward_one_chunk(
+            micro_batch, args, kwargs, save_forward_output=arguments.get("return_outputs", True)
         )
-        if self.halves_backwards and not own.is_last:
-            outputs, inputs = own.fwd_cache[micro_batch]
-            own.fwd_cache[micro_batch] = (tuple(map(_whole, outputs)), inputs)
-        more = [given["loss_kwargs"]] if "loss_kwargs" in given else []
-        self._schedule._maybe_compute_loss(own, output, given["target_mbs"], micro_batch, *more)
-        if self._first_loss is not None and own.is_last:
+        if self.halves_backwards and not torch_stage.is_last:
+            outputs, inputs = torch_stage.fwd_cache[micro_batch]
+            torch_stage.fwd_cache[micro_batch] = (tuple(map(_unaliased, outputs)), inputs)
+        more = [arguments["loss_kwargs"]] if "loss_kwargs" in arguments else []
+        self._schedule._maybe_compute_loss(torch_stage, output, arguments["target_mbs"], micro_batch, *more)
+        if self._first_loss is not None and torch_stage.is_last:
             check, self._first_loss = self._first_loss, None
             loss_of = functools.partial(_loss_of, self._schedule, more)
-            check(loss_of, output, given["target_mbs"][micro_batch])
+            check(loss_of, output, arguments["target_mbs"][micro_batch])
         if stage + 1 in self.stages:
             self.stages[stage + 1].set_local_fwd_input(output, micro_batch)
 
@@ -356,87 +360,93 @@ class PipelineSteps:
         stage: int,
         micro_batch: int,
         *,
-        whole: bool,
+        full: bool,
         last: bool,
         send: Callable[[], None] | None = None,
     ) -> None:
-        """Compute a stage's backward, or the gradients of its input alone; hand these to a stage before that is here.
+        """Run a stage's backward (``full``) or only the half for its inputs; pass their gradients to a local stage.
 
-        ``last`` says that no gradient of a parameter of this stage comes after this one. ``send`` is called within it,
-        when the gradients of its input can be sent.
+        ``last``: no gradient of this stage's parameters comes later. ``send`` is called during the backward, once the
+        inputs' gradients can be sent.
         """
-        own = self.stages[stage]
-        outputs, _ = own.fwd_cache[micro_batch]
-        loss = self._schedule._maybe_get_loss(own, micro_batch)
-        sending = None if send is None else InputGradients(own, micro_batch, send)
-        own.backward_one_chunk(micro_batch, loss=loss, full_backward=whole, last_backward=last)
+        torch_stage = self.stages[stage]
+        outputs, _ = torch_stage.fwd_cache[micro_batch]
+        loss = self._schedule._maybe_get_loss(torch_stage, micro_batch)
+        sending = None if send is None else InputGradients(torch_stage, micro_batch, send)
+        torch_stage.backward_one_chunk(micro_batch, loss=loss, full_backward=full, last_backward=last)
         if sending is not None:
             sending.done()
-        if own.is_last:
-            _let_go_of_graph(own.output_chunks, outputs, loss)
+        if torch_stage.is_last:
+            _let_go_of_graph(torch_stage.output_chunks, outputs, loss)
         if stage - 1 in self.stages:
-            self.stages[stage - 1].set_local_bwd_input(own.get_local_bwd_output(micro_batch), micro_batch)
+            self.stages[stage - 1].set_local_bwd_input(
+                torch_stage.get_local_bwd_output(micro_batch), micro_batch
+            )
 
     def backward_of_weights(self, stage: int, micro_batch: int, *, last: bool) -> None:
-        """Compute the gradients of a stage's parameters, whose inputs' were computed before."""
+        """Run the second half of a stage's backward: the gradients of its parameters."""
         self.stages[stage].backward_weight_one_chunk(micro_batch, last_backward=last)
 
-    def given_to(self, stage: int) -> list[str]:
-        """What a stage receives of a micro-batch: type and shape of each tensor, once stages are prepared."""
+    def received_tensors(self, stage: int) -> list[str]:
+        """The type and shape of each tensor that a stage receives for a micro-batch, once stages are prepared."""
         infos = self.stages[stage].args_recv_info.get(0, ())
         return [_described(info.buffer) for info in infos if getattr(info, "buffer", None) is not None]
 
-    def handed_on_by(self, stage: int) -> list[str]:
-        """What a stage hands on of a micro-batch, likewise; empty where this torch does not say."""
+    def sent_tensors(self, stage: int) -> list[str]:
+        """The same for what a stage sends; empty if this torch does not record it."""
         metas = getattr(getattr(self.stages[stage], "_stage_meta", None), "outputs", None) or ()
         return [_described(meta) for meta in metas]
 
     # Messages ----------------------------------------------------------------------------------------
 
     def receive_buffers(self, stage: int, micro_batch: int, *, gradients: bool) -> ReceiveBuffers:
-        """The memory that a stage receives a micro-batch's activations into, or their gradients."""
-        own = self.stages[stage]
-        found = own.grad_recv_info if gradients else own.args_recv_info
-        return ReceiveBuffers([info for info in found[micro_batch] if hasattr(info, "buffer")])
+        """The memory into which a stage receives a micro-batch's activations, or their gradients."""
+        torch_stage = self.stages[stage]
+        infos = torch_stage.grad_recv_info if gradients else torch_stage.args_recv_info
+        return ReceiveBuffers([info for info in infos[micro_batch] if hasattr(info, "buffer")])
 
     def receives(self, stage: int, micro_batch: int, *, gradients: bool) -> list[Any]:
-        """What is to be received, as ``batch_isend_irecv`` takes it."""
-        own = self.stages[stage]
-        found: list[Any] = (own.get_bwd_recv_ops if gradients else own.get_fwd_recv_ops)(micro_batch)
-        return found
+        """The receives for a micro-batch, as arguments of ``batch_isend_irecv``."""
+        torch_stage = self.stages[stage]
+        operations: list[Any] = (torch_stage.get_bwd_recv_ops if gradients else torch_stage.get_fwd_recv_ops)(
+            micro_batch
+        )
+        return operations
 
     def sends(self, stage: int, micro_batch: int, *, gradients: bool) -> list[Any]:
-        """What is to be sent, likewise."""
-        own = self.stages[stage]
-        found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
-        return found
+        """The sends for a micro-batch, likewise."""
+        torch_stage = self.stages[stage]
+        operations: list[Any] = (torch_stage.get_bwd_send_ops if gradients else torch_stage.get_fwd_send_ops)(
+            micro_batch
+        )
+        return operations
 
 
 def _loss_of(schedule: Any, more: Sequence[Any], output: Any, target: Any) -> Any:
     return schedule._compute_loss(output, target, *more)
 
 
-def tensors_in(given: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of nested tuples, lists and dicts."""
-    return [tree_leaf for tree_leaf in tree_leaves(given) if isinstance(tree_leaf, torch.Tensor)]
+    return [tree_leaf for tree_leaf in tree_leaves(value) if isinstance(tree_leaf, torch.Tensor)]
 
 
 def _described(tensor: Any) -> str:
-    """Of a tensor, or of what torch notes of one."""
+    """The type and shape of a tensor, or of torch's metadata of one."""
     distributed = "DTensor " if "DTensor" in type(tensor).__name__ else ""
     return f"{distributed}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _whole(output: Any) -> Any:
-    """A copy of what is a view of something else: torch lets go of an output in place when its backward is halved."""
+def _unaliased(output: Any) -> Any:
+    """Copy an output that is a view: with halved backwards, torch detaches outputs in place, which views forbid."""
     return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else output
 
 
 def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tensor | None) -> None:
-    """Have what is kept for the script, of a micro-batch whose backward is done, hold nothing of its graph any more.
+    """Detach the outputs and loss kept for the script from the graph of a micro-batch whose backward is done.
 
-    torch does so for outputs that are no views. The rest would hold the stage's input until the end of the step, and
-    with halved backwards most activations.
+    torch only detaches outputs that are not views. The others would keep the stage's input alive until the end of the
+    step, and with halved backwards most activations.
     """
     if loss is not None and not loss._is_view():
         loss.detach_()
@@ -447,41 +457,43 @@ def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tens
     }
     for place, chunk in enumerate(chunks):
         if any(id(tree_leaf) in views for tree_leaf in tree_leaves(chunk)):
-            chunks[place] = tree_map(lambda each: views.get(id(each), each), chunk)
+            chunks[place] = tree_map(lambda leaf: views.get(id(leaf), leaf), chunk)
 
 
 class ReceiveBuffers:
-    """What one message is received into: torch allocates it for every micro-batch at once, and keeps it."""
+    """The buffers of one message. torch allocates those of all micro-batches at once, and keeps them."""
 
     def __init__(self, infos: Sequence[Any]) -> None:
         self._infos = infos
 
     def templates(self) -> list[torch.Tensor | None]:
-        """The like of each buffer, without its memory."""
+        """A meta tensor like each buffer."""
         return [
             None if info.buffer is None else _like(info.buffer, torch.device("meta")) for info in self._infos
         ]
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the buffers."""
         return next(
             (info.buffer.device for info in self._infos if info.buffer is not None), torch.device("cpu")
         )
 
     def allocate(self, templates: Sequence[torch.Tensor | None], device: torch.device) -> None:
-        """Give them memory."""
+        """Allocate the buffers."""
         for info, like in zip(self._infos, templates, strict=True):
             info.buffer = None if like is None else _like(like, device)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The buffers that there are."""
+        """The buffers that exist."""
         return [info.buffer for info in self._infos if info.buffer is not None]
 
     def release(self) -> None:
-        """Let go of the memory: who needs what was received holds it."""
+        """Drop the buffers' memory. Whoever needs the received tensors holds them."""
         for info in self._infos:
-            if info.buffer is not None:  # torch before 2.13 resets what it expects to be a tensor
+            if (
+                info.buffer is not None
+            ):  # replaced by a meta tensor, as torch before 2.13 expects a tensor to reset
                 info.buffer = _like(info.buffer, torch.device("meta"))
 
 

@@ -1,4 +1,4 @@
-"""Forward gone through without computing: fake tensors, and what becomes visible of calls on the way."""
+"""Private names for tracing a forward without computing it: fake tensors, and interception of calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 Call = Callable[..., Any]
 
 BY_VALUE: tuple[type[Exception], ...] = (_ByValue, _ShapeByValue)
-"""What is raised where Python asks for the value of a tensor, or for a shape that depends on one."""
+"""Raised where Python needs the value of a fake tensor, or a shape that depends on one."""
 
 
 @contextlib.contextmanager
 def without_computing() -> Iterator[None]:
-    """Within it, operations give tensors of shapes, types and devices alone; parameters may be real."""
+    """A context in which operations return fake tensors (shape, dtype and device only); parameters may be real."""
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # autocast would keep what it makes of parameters
+    torch.set_autocast_cache_enabled(False)  # autocast would cache fake casts of parameters
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
@@ -36,12 +36,12 @@ def without_computing() -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it is such a tensor."""
+    """Whether ``tensor`` is a fake tensor."""
     return isinstance(tensor, FakeTensor)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Tells memories apart: a tensor, its views and what was detached from it have one."""
+    """A key for a tensor's memory, shared with its views and detached copies."""
     memory: int = tensor.untyped_storage()._cdata
     return memory
 
@@ -54,40 +54,40 @@ class Draws(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry one operation out."""
+        """Run the operation, and count it if it draws random numbers."""
         self.count += torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
 def is_pipe_split(function: object) -> bool:
-    """Whether it is what ``torch.distributed.pipelining.pipe_split()`` calls."""
+    """Whether ``function`` is the operator that ``torch.distributed.pipelining.pipe_split()`` calls."""
     return str(function) in ("pippy._pipe_split", "pippy._pipe_split.default")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called with every forward or backward of the module."""
-    return any(getattr(module, each, None) for each in _HOOKS)
+    """Whether the module has forward or backward hooks."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
 def leaves(value: Any) -> list[Any]:
-    """What nested containers hold, as torch takes them apart."""
-    found: list[Any] = tree_leaves(value)
-    return found
+    """The leaves of nested containers (a pytree)."""
+    flat: list[Any] = tree_leaves(value)
+    return flat
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same containers of what ``function`` makes of each leaf; a ``slice`` is a container too."""
+    """Apply ``function`` to each leaf of nested containers; a ``slice`` is a container too."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, slice):
-            return slice(*(mapped(function, each) for each in (leaf.start, leaf.stop, leaf.step)))
+            return slice(*(mapped(function, bound) for bound in (leaf.start, leaf.stop, leaf.step)))
         return function(leaf)
 
     return tree_map(of_leaf, value)
 
 
 def in_checkpoint() -> bool:
-    """Whether something else than autograd keeps what is kept for backward: non-reentrant checkpointing does."""
+    """Whether saved-tensor hooks are active, as inside non-reentrant checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -97,10 +97,11 @@ def calls_intercepted(
     of_function: Callable[[Call, Call, tuple[Any, ...], dict[str, Any]], Any],
     modules: tuple[nn.Module, ...],
 ) -> Iterator[None]:
-    """Have every call of a module go to ``of_module`` with what would carry it out.
+    """A context that intercepts calls of modules, checkpoints and autograd functions.
 
-    Calls of ``torch.utils.checkpoint.checkpoint``, as the files of ``modules`` name it, and ``apply`` of functions with
-    a backward of their own go to ``of_function``: what is called, what carries it out, and its arguments.
+    Module calls go to ``of_module(module, call, args, kwargs)``. Calls of ``torch.utils.checkpoint.checkpoint``, also
+    as imported by the files of ``modules``, and of ``torch.autograd.Function.apply`` go to
+    ``of_function(function, call, args, kwargs)``. ``call`` runs the original.
     """
     call, apply, checkpoint = (
         nn.Module.__call__, torch.autograd.Function.__dict__["apply"], torch.utils.checkpoint.checkpoint,

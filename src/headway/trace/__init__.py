@@ -1,1 +1,1 @@
-"""Recording a job, aligning clocks, and the trace on disk."""
+"""Traces: events of each rank as columns, the description of the job, and the files that hold them."""

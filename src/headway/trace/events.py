@@ -1,4 +1,4 @@
-"""Events: what one rank did, as columns."""
+"""The events of one rank, as columns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from headway.arrays import Flags, Indices, Ints, Texts
 
 
 def texts(values: Sequence[Any]) -> Texts:
-    """A column of texts; what is none stays as it is."""
-    # Not by assignment, which asks every value whether it is a sequence.
+    """A column of strings (dtype object); other values, such as None, are kept."""
+    # Slice assignment would check whether each value is a sequence.
     return np.fromiter(values, dtype=object, count=len(values))
 
 
 class Kind:
-    """The kinds of events. Each is a span on one stream of one rank unless said otherwise."""
+    """The kinds of events. Each is a span on one stream of one rank unless noted otherwise."""
 
     STEP = "step"  # from the end of one optimizer step to the end of the next
     INPUT = "input"  # waiting for the data loader
@@ -50,14 +50,14 @@ class Kind:
 
 
 class Idle:
-    """Why a device has nothing to do: the names of events of kind IDLE."""
+    """Why a device is idle: the names of events of kind IDLE."""
 
-    LAUNCHING = "launching"  # its host does not launch fast enough
-    SYNCHRONISING = "synchronising"  # its host waits for it before it launches more
+    LAUNCHING = "launching"  # the host does not launch kernels fast enough
+    SYNCHRONISING = "synchronising"  # the host waits for the device before it launches more
 
 
 class Read:
-    """What is read, and what for: the names of events of kind READ.
+    """The purposes of reads: the names of events of kind READ.
 
     Gradients are read between backward and step, parameters between a step and the next forward. If gradients are
     sharded, each rank does its share of the reads in BY_SHARES.
@@ -73,24 +73,24 @@ class Read:
 
 
 WORK = "work"
-"""The name of a WAIT for a ``torch.distributed.Work`` on which the script, or its optimizer, waits itself."""
+"""The name of a WAIT of the script or its optimizer for a ``torch.distributed.Work``."""
 
 GROUP = "group"
-"""The name of a WAIT for a group of ranks that average their models."""
+"""The name of a WAIT for a group of ranks that average their models (partial all-reduce)."""
 
 SHARDED = "sharded"
-"""The algorithm of a READ in which each rank read its share of the gradients only."""
+"""The ``algorithm`` of a READ in which each rank read only its share of the gradients."""
 
 
 class Stream:
-    """The streams of a rank: what can go on at the same time."""
+    """The streams of a rank, which run concurrently."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
 
 
 class Event(NamedTuple):
-    """One event. Times are nanoseconds on rank 0's clock; -1 stands for what does not apply."""
+    """One event. Times are nanoseconds on rank 0's clock; -1 means that a field does not apply."""
 
     kind: str
     name: str
@@ -116,9 +116,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
-    """Events of one rank as columns of one length, ordered by start.
+    """Events of one rank as columns of equal length, ordered by start.
 
-    ``stage`` and ``micro_batch`` take no memory where they are -1 throughout.
+    ``stage`` and ``micro_batch`` take no memory if they are -1 throughout.
     """
 
     kind: Texts
@@ -157,12 +157,12 @@ class Events:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages of a pipeline of which it has forwards, in their order."""
-        own = self.stage[self.kind == Kind.FORWARD_PASS]
-        return tuple(np.unique(own[own >= 0]).tolist())
+        """The pipeline stages whose forwards ran on this rank, in ascending order."""
+        stages = self.stage[self.kind == Kind.FORWARD_PASS]
+        return tuple(np.unique(stages[stages >= 0]).tolist())
 
     def where(self, mask: Flags) -> Events:
-        """The events that ``mask`` (bool, one an event) picks."""
+        """The events selected by ``mask`` (one bool per event)."""
         count = int(np.count_nonzero(mask))
         return Events(
             **{field.name: _picked(getattr(self, field.name), mask, count) for field in fields(self)}
@@ -181,7 +181,7 @@ class Events:
 
     @classmethod
     def from_rows(cls, rows: list[Event]) -> Events:
-        """Columns from rows, ordered by start; spans that start together keep their order."""
+        """Build columns from rows. They are sorted by start; events that start together keep their order."""
         ordered = sorted(rows, key=lambda event: event.start_ns)
         columns: dict[str, Any] = {}
         for index, name in enumerate(Event._fields):
@@ -194,25 +194,25 @@ class Events:
     def from_columns(
         cls, *, kind: Texts | str, stream: Texts | str, start_ns: Ints, **columns: Any
     ) -> Events:
-        """Columns in any order, brought into the order of ``start_ns``; a scalar stands for all rows.
+        """Build events from columns, sorted by ``start_ns``. A scalar fills its whole column.
 
-        Columns that are left out hold an event's defaults; ``name`` is empty, ``step`` and ``duration_ns`` are 0.
+        Missing columns hold the defaults of ``Event``; ``name`` is empty, ``step`` and ``duration_ns`` are 0.
         """
         count = len(start_ns)
         order = np.argsort(start_ns, kind="stable")
-        given = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
-        made: dict[str, Any] = {}
+        remaining = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
+        ordered: dict[str, Any] = {}
         for name in Event._fields:
-            value = given.pop(name) if name in given else _DEFAULTS[name]
+            value = remaining.pop(name) if name in remaining else _DEFAULTS[name]
             if not isinstance(value, np.ndarray):
                 kept = np.array(value, dtype=object if isinstance(value, str) else np.int64)
                 value = np.broadcast_to(kept, (count,)) if name in OPTIONAL_COLUMNS else np.full(count, kept)
             assert value.shape == (count,)
             if not _is_shared(value):
                 value = value[order].astype(object if name in TEXT_COLUMNS else np.int64, copy=False)
-            made[name] = value
-        assert not given, f"no such columns: {sorted(given)}"
-        return cls(**made)
+            ordered[name] = value
+        assert not remaining, f"no such columns: {sorted(remaining)}"
+        return cls(**ordered)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Events]) -> Events:
@@ -226,12 +226,12 @@ class Events:
 
 TEXT_COLUMNS = ("kind", "name", "stream", "group", "algorithm")
 OPTIONAL_COLUMNS = ("stage", "micro_batch")
-"""Whole numbers that rank files leave out where no event has any."""
+"""Integer columns that rank files omit if they are -1 throughout."""
 _DEFAULTS: dict[str, Any] = {"name": "", "step": 0, "duration_ns": 0, **Event._field_defaults}
 
 
 def absent(count: int) -> Ints:
-    """A column of ``count`` times -1 that takes no memory; it cannot be written to."""
+    """A read-only column of ``count`` times -1 that takes no memory."""
     return np.broadcast_to(np.int64(-1), (count,))
 
 
@@ -241,12 +241,12 @@ def is_absent(column: Ints) -> bool:
 
 
 def shared_if_constant(name: str, column: Any) -> Any:
-    """``column``, or one that takes no memory where it is optional and -1 throughout."""
+    """``column``, or a column without memory if it is optional and -1 throughout."""
     return absent(len(column)) if name in OPTIONAL_COLUMNS and is_absent(column) else column
 
 
 def _is_shared(column: Any) -> bool:
-    """Whether all rows are one value in memory."""
+    """Whether all rows share one value in memory (a broadcast scalar)."""
     return bool(column.strides == (0,))
 
 
@@ -256,17 +256,17 @@ def _picked(column: Any, mask: Flags, count: int) -> Any:
 
 def is_message(events: Events) -> Flags:
     """Which of one rank's events are sends and receives."""
-    found: Flags = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
-    return found
+    messages: Flags = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
+    return messages
 
 
 def inner_messages(events: Events) -> Flags:
-    """Which of one rank's events are messages of a collective that it recorded: of its group, name and sequence."""
+    """Which of one rank's events are messages inside a recorded collective of the same group, name and sequence."""
     inner = is_message(events) & (events.sequence >= 0)
     if inner.any():
         collectives = set(_keys(events, np.flatnonzero(events.kind == Kind.COLLECTIVE)))
-        found = np.flatnonzero(inner)
-        inner[found] = [key in collectives for key in _keys(events, found)]
+        rows = np.flatnonzero(inner)
+        inner[rows] = [key in collectives for key in _keys(events, rows)]
     return inner
 
 

@@ -1,4 +1,4 @@
-"""The trace on disk: a folder of ``manifest.json``, ``model.json`` and one Parquet file a rank."""
+"""Reads and writes traces on disk: a folder with ``manifest.json``, ``model.json`` and one Parquet file per rank."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 def upgraded(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of format 1 in today's format. Rank files are read alike: what they lack is optional."""
+    """Convert a manifest of format 1. Rank files need no conversion: the columns they lack are optional."""
     return manifest | {"format": FORMAT}
 
 
 MANIFEST = "manifest.json"
 MODEL = "model.json"
-CLUSTER = "cluster.yaml"  # where the job's links and machines were measured
+CLUSTER = "cluster.yaml"  # present if the job measured its links and machines
 _Description = TypeVar("_Description", bound=BaseModel)
-LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 fit
+LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 are allowed
 
 
 def rank_file(rank: int) -> str:
@@ -55,10 +55,9 @@ def write_rank(
     stages: Mapping[int, ModelSpec] = MappingProxyType({}),
     rounds: RankRounds | None = None,
 ) -> Path:
-    """Write one rank's file, with its description inside, so that each file stands by itself.
+    """Write one rank's self-contained file: its events and its description.
 
-    ``stages`` are the models of its stages by their numbers, where it has several of a pipeline, ``rounds`` those of a
-    model that was averaged in groups.
+    ``stages`` are the models of its pipeline stages by number, if it has several; ``rounds`` its averaging rounds.
     """
     columns = events if isinstance(events, Events) else Events.from_rows(events)
     return _write_events(folder / rank_file(info.rank), info, model, columns, stages, rounds)
@@ -72,10 +71,10 @@ def write_trace(
     servers: Mapping[int, Events] | None = None,
     rounds: Mapping[int, RankRounds] = MappingProxyType({}),
 ) -> None:
-    """Write a whole trace into ``folder``, which exists."""
+    """Write a complete trace into ``folder``, which must exist."""
     for info in manifest.ranks:
-        own = rounds.get(info.rank)
-        _write_events(folder / rank_file(info.rank), info, model, events[info.rank], rounds=own)
+        rank_rounds = rounds.get(info.rank)
+        _write_events(folder / rank_file(info.rank), info, model, events[info.rank], rounds=rank_rounds)
     for info in manifest.servers:
         _write_events(folder / server_file(info.rank), info, model, (servers or {})[info.rank])
     _write_descriptions(folder, manifest, model)
@@ -124,14 +123,14 @@ def _write_descriptions(folder: Path, manifest: Manifest, model: ModelSpec) -> N
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write, or replace, what a trace says of itself."""
+    """Write or replace the manifest of the trace in ``folder``."""
     files.write_text(folder / MANIFEST, manifest.model_dump_json(indent=1), TraceError)
 
 
 def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
-    """Turn a folder of rank files into a trace: write ``manifest.json``, which is returned, and ``model.json``.
+    """Turn a folder of rank files into a trace by writing ``manifest.json`` and ``model.json``; returns the manifest.
 
-    Raises TraceError where a rank's file is damaged, or missing unless ``missing_ok``: then the notes say which.
+    Raises TraceError if a rank's file is damaged or missing. With ``missing_ok``, a note lists missing ranks instead.
     """
     infos: list[RankInfo] = []
     model: ModelSpec | None = None
@@ -141,8 +140,8 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
             infos.append(_metadata(file, "rank", RankInfo))
             model = model or _metadata(file, "model", ModelSpec)
             columns = file.read(("kind", "step"))
-        own = set(np.unique(columns["step"][columns["kind"] == Kind.STEP]).tolist())
-        steps = own if steps is None else steps & own
+        rank_steps = set(np.unique(columns["step"][columns["kind"] == Kind.STEP]).tolist())
+        steps = rank_steps if steps is None else steps & rank_steps
     if model is None or not infos:
         raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet per rank")
     missing = sorted(set(range(infos[0].world_size)) - {info.rank for info in infos})
@@ -152,7 +151,7 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
             f"rank {names} wrote no file",
             got=f"{len(infos)} rank files",
             expected=f"{infos[0].world_size}, one per rank",
-            fix="Find out why it ended early, and record again.",
+            fix="Find out why that rank ended early, and record again.",
         )
     absent = (
         (f"{len(missing)} of {infos[0].world_size} ranks wrote no file: rank {names}",) if missing else ()
@@ -173,8 +172,8 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
 def load_trace(path: str | Path) -> Trace:
     """Read a trace folder.
 
-    Raises TraceError if the folder is missing, empty, damaged or not a trace, or if it lacks a file or a step that its
-    manifest names.
+    Raises TraceError if the folder is missing, empty, damaged or not a trace, or lacks a file or step listed in its
+    manifest.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -192,7 +191,9 @@ def load_trace(path: str | Path) -> Trace:
     model = files.validate(_json(folder / MODEL), ModelSpec, TraceError, f"{folder / MODEL}")
     _check_files(folder, manifest)
     if not manifest.ranks:
-        raise TraceError("the trace holds no rank", got=folder, fix="Record again.")
+        raise TraceError(
+            "the trace holds no rank", got=folder, expected="at least one rank", fix="Record again."
+        )
     if not manifest.steps:
         raise TraceError("the trace holds no complete step", got=folder, fix="Record more steps.")
     allowance = Allowance()
@@ -200,9 +201,9 @@ def load_trace(path: str | Path) -> Trace:
     rounds: dict[int, RankRounds] = {}
     for info in manifest.ranks:
         path_of_rank = folder / rank_file(info.rank)
-        events[info.rank], own = _read_rank(path_of_rank, info.rank, allowance)
-        if own is not None:
-            rounds[info.rank] = own
+        events[info.rank], rank_rounds = _read_rank(path_of_rank, info.rank, allowance)
+        if rank_rounds is not None:
+            rounds[info.rank] = rank_rounds
     for info in manifest.ranks:
         _check_steps(folder / rank_file(info.rank), manifest, events[info.rank])
     servers = {
@@ -216,21 +217,21 @@ def load_trace(path: str | Path) -> Trace:
 
 
 class _RankStages(BaseModel):
-    """The models of a rank's stages, by their numbers."""
+    """The models of a rank's pipeline stages, by number."""
 
     stages: dict[int, ModelSpec]
 
 
 def _stages(folder: Path, events: Mapping[int, Events]) -> tuple[ModelSpec, ...]:
-    """The model of each stage of a pipeline, from the file of the first rank that has it.
+    """The model of each pipeline stage, from the file of the first rank that has it.
 
-    None where ranks have several and others have them too, or where as many ranks do not have each.
+    Empty unless every stage is on equally many ranks, and on only one if some rank has several stages.
     """
     rank_of: dict[int, int] = {}
     count: Counter[int] = Counter()
     most = 0
-    for rank, own in sorted(events.items()):
-        stages = own.stages
+    for rank, rank_events in sorted(events.items()):
+        stages = rank_events.stages
         if not stages:
             return ()
         most = max(most, len(stages))
@@ -262,8 +263,8 @@ def _manifest(path: Path) -> Manifest:
     written = data.get("format") if isinstance(data, dict) else None
     if isinstance(written, int) and written > FORMAT:
         raise TraceError(
-            "the trace is of a newer format", got=f"format {written}", expected=f"at most {FORMAT}",
-            fix="Read it with the Headway that wrote it, or a newer one.",
+            "the trace has a newer format", got=f"format {written}", expected=f"at most {FORMAT}",
+            fix="Use the version of Headway that wrote it, or a newer one.",
         )  # fmt: skip
     return files.validate(upgraded(data) if written == 1 else data, Manifest, TraceError, f"{path}")
 
@@ -275,7 +276,7 @@ def _measured_cluster(folder: Path, manifest: Manifest) -> Cluster | None:
     if cluster.world_size != manifest.world_size:
         raise TraceError(
             f"{CLUSTER} belongs to another job", got=f"{cluster.world_size} workers",
-            expected=f"the trace's {manifest.world_size}", fix="Remove it, or record again.",
+            expected=f"{manifest.world_size}, as in the trace", fix="Remove the file, or record again.",
         )  # fmt: skip
     return cluster
 
@@ -288,13 +289,13 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         raise TraceError(
             f"the trace lacks {', '.join(missing[:8])}",
             got=f"{len(wanted) - len(missing)} files",
-            expected=f"{len(wanted)}, those of {MANIFEST}",
+            expected=f"the {len(wanted)} files listed in {MANIFEST}",
             fix="Copy the missing files into the folder, or record again.",
         )
 
 
 def _read_rank(path: Path, rank: int, allowance: Allowance) -> tuple[Events, RankRounds | None]:
-    """A rank's events, and its rounds of averaging where it has some."""
+    """A rank's events, and its averaging rounds if it has any."""
     with RankColumns(path, allowance) as file:
         info = _metadata(file, "rank", RankInfo)
         rounds = _metadata(file, "rounds", RankRounds) if b"rounds" in file.metadata else None
@@ -315,7 +316,7 @@ def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:
         raise TraceError(
             f"{path.name} lacks step {', '.join(map(str, missing[:8]))}",
             got=f"{len(manifest.steps) - len(missing)} steps",
-            expected=f"the {len(manifest.steps)} of {MANIFEST}",
+            expected=f"the {len(manifest.steps)} steps listed in {MANIFEST}",
             fix="Copy the file again, or record again.",
         )
 
@@ -325,14 +326,14 @@ def _json(path: Path) -> Any:
         return json.loads(files.read_text(path, TraceError, path.name))
     except TraceError:
         raise
-    except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
+    except (ValueError, RecursionError):  # an integer with thousands of digits raises a plain ValueError
         raise TraceError(
             f"{path.name} is damaged", got=path, expected="valid JSON", fix="Record again."
         ) from None
 
 
 def _metadata(file: RankColumns, key: str, kind: type[_Description]) -> _Description:
-    """What the file says of itself under ``key``."""
+    """The description stored under ``key`` in the file's metadata."""
     name = file.path.name
     try:
         document = json.loads(file.metadata[key.encode()])
@@ -349,7 +350,7 @@ def _check_times(path: Path, events: Events) -> None:
     if (events.duration_ns < 0).any():
         raise TraceError(f"{path.name} is damaged", got="a negative duration", fix="Record again.")
     times_ns = (events.start_ns, events.duration_ns, events.enqueue_ns)
-    latest_ns = max(max(int(each.max()), -int(each.min())) for each in times_ns)
+    latest_ns = max(max(int(column.max()), -int(column.min())) for column in times_ns)
     if latest_ns > LATEST_NS:
         raise TraceError(
             f"{path.name} is damaged: times are out of range",

@@ -1,4 +1,4 @@
-"""A trace as values: who took part, on which clocks, and every rank's events."""
+"""The contents of a trace: the job and its ranks, their clocks, and every rank's events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class AveragingRound(BaseModel):
-    """One round. Times are nanoseconds on rank 0's clock.
+    """One averaging round of a rank. Times are nanoseconds on rank 0's clock.
 
-    The rank asked for a group at ``asked_ns``; the group began at ``begun_ns`` and was decided about at ``ended_ns``.
-    Training stood still for ``blocked_ns`` until ``told_ns``, whatever went on meanwhile. ``iteration`` is the step of
-    this rank whose result was averaged, ``step`` the one that was recorded when the round ended. ``members`` are
-    workers, ``iterations`` what they had finished, in their order. ``staleness`` counts the rank's own steps between
-    the copy that was averaged and the taking of the mean. ``distance`` is the norm of the rank's parameters minus the
-    group's mean, ``relative_distance`` that divided by the norm of the mean. ``reason`` says why there is no mean.
+    The rank requested a group at ``asked_ns``; the group began at ``begun_ns`` and its outcome was decided at
+    ``ended_ns``. Training was blocked for ``blocked_ns`` until ``told_ns``, when the rank learned the outcome.
+    ``iteration`` is this rank's step whose parameters were averaged, ``step`` the recorded step in which the round
+    ended. ``members`` are workers, and ``iterations`` the last step that each had finished. ``staleness`` counts the
+    rank's steps between copying its parameters and applying the mean. ``distance`` is the norm of the rank's
+    parameters minus the group's mean; ``relative_distance`` divides it by the norm of the mean. ``reason`` says why
+    there is no mean.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,7 +59,7 @@ class AveragingRound(BaseModel):
 class RankRounds(BaseModel):
     """The rounds of one rank, in the order in which they ended; ``worker`` is its number among members.
 
-    ``dropped`` were too many to be kept.
+    ``dropped`` counts rounds beyond the limits, which were not kept.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -74,9 +75,9 @@ MAX_COMMAND_WORDS, MAX_COMMAND_WORD = 1024, 4096
 
 
 class ClockFit(BaseModel):
-    """How a rank's clock was aligned with rank 0's: ``t0 = t + offset + drift · (t - reference)``.
+    """How a rank's clock is aligned with rank 0's: ``t0 = t + offset + drift · (t - reference)``.
 
-    ``by`` says how that was found: by round trips to rank 0, or by causality, from what ranks did together.
+    ``by`` is the method: round trips to rank 0, or causality (collectives and messages between ranks).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,12 +93,12 @@ class RankInfo(BaseModel):
     """Where a rank ran, how its clock was aligned and which strategy was in force.
 
     ``version`` is the framework's; ``source`` is the file that an imported rank was read from. ``notes`` say what
-    could not be recorded there; ``other_models`` were wrapped in addition to the recorded one; ``fully_sharded`` says
-    that the job uses ``fully_shard``. ``groups`` are the ranks of the process groups that it used and that do not
-    include all ranks of the job; a manifest has those of all ranks together. ``refusals`` says, by the name of a
-    strategy or pass, why the recorded model cannot be trained under it. ``device`` is where the model's parameters are,
-    ``threads`` how many torch computes with there (0 where nobody knows), ``cores`` the runs of cores (first and last)
-    that the process may use, and ``load`` the host's load average of the last minute as the recording ended.
+    could not be recorded; ``other_models`` were wrapped in addition to the recorded one; ``fully_sharded``: the job
+    uses ``fully_shard``. ``groups`` are the ranks of the process groups that this rank used and that lack some rank;
+    a manifest merges those of all ranks. ``refusals`` says, for each strategy or pass by name, why it cannot be applied
+    to the recorded model. ``device`` holds the model's parameters; ``threads`` is torch's number of threads (0 if
+    unknown), ``cores`` are the ranges of cores (first and last) that the process may use, and ``load`` is the host's
+    one-minute load average at the end of the recording.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -126,7 +127,7 @@ class RankInfo(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_refusal(cls, data: Any) -> Any:
-        """Earlier recordings knew one strategy that may refuse."""
+        """Read earlier recordings, in which only one strategy could refuse."""
         if isinstance(data, dict) and "why_not_decoupled" in data:
             why, data = data["why_not_decoupled"], {k: v for k, v in data.items() if k != "why_not_decoupled"}
             data["refusals"] = {"decoupled": why} if why else {}
@@ -134,13 +135,13 @@ class RankInfo(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a trace holds.
+    """Describes a trace: the job, the recorded steps and the ranks.
 
     ``steps`` are the recorded steps' numbers in the job. A trace may lack ranks. ``servers`` are the processes of
-    parameter servers, counted from 0. ``groups`` has the ranks of process groups, if they are known. ``notes``
-    say what the importer could not know, or which ranks wrote no file. ``run`` is torchrun's name of the job or one
-    that Headway chose, ``attempt`` how often torchrun had restarted the ranks. ``command`` has the words of the
-    recorded command; empty where it is not known. ``recorded_at`` is when its ranks began.
+    parameter servers, counted from 0. ``groups`` has the ranks of process groups, if known. ``notes`` say what the
+    importer could not know, or which ranks wrote no file. ``run`` is torchrun's run id, or one that Headway chose;
+    ``attempt`` counts torchrun's restarts of the ranks. ``command`` has the words of the recorded command; empty if
+    unknown. ``recorded_at`` is when its ranks began.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -169,18 +170,17 @@ class Manifest(BaseModel):
         if (last := max(ranks, default=-1)) >= self.world_size:
             raise ValueError(f"rank {last} is out of range for world_size {self.world_size}")
         if list(self.steps) != sorted(set(self.steps)):
-            raise ValueError("steps are not in order, or are listed twice")
+            raise ValueError("steps are out of order or listed twice")
         return self
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One recording: who took part, the model, and every rank's events on rank 0's clock.
+    """One recording: the job, the model, and every rank's events on rank 0's clock.
 
-    ``cluster`` is what the job measured of its links and machines, where it did. ``stages`` are the models of a
-    pipeline's stages, where every recorded rank has one, and as many ranks have each, or where ranks have several that
-    no others have; ``model`` is then that of the first recorded rank. ``rounds`` are those of ranks that averaged their
-    models in groups.
+    ``cluster`` holds the links and machines that the job measured, if it did. ``stages`` are the models of a pipeline's
+    stages if every stage is on equally many ranks, and no rank has several unless it alone has them; ``model`` is then
+    that of the first recorded rank. ``rounds`` are the averaging rounds of ranks that train under partial all-reduce.
     """
 
     path: Path
@@ -204,16 +204,16 @@ class Trace:
 
     @cached_property
     def ranks_of_stages(self) -> dict[int, tuple[int, ...]]:
-        """The recorded ranks that have each stage of a pipeline."""
-        found: dict[int, list[int]] = {}
+        """The recorded ranks of each pipeline stage."""
+        ranks_of: dict[int, list[int]] = {}
         for rank, events in sorted(self.events.items()):
             for stage in events.stages:
-                found.setdefault(stage, []).append(rank)
-        return {stage: tuple(ranks) for stage, ranks in sorted(found.items())}
+                ranks_of.setdefault(stage, []).append(rank)
+        return {stage: tuple(ranks) for stage, ranks in sorted(ranks_of.items())}
 
     @property
     def stages_a_rank(self) -> int:
-        """The most stages of a pipeline that one rank has."""
+        """The largest number of pipeline stages on one rank."""
         return max((len(events.stages) for events in self.events.values()), default=0)
 
     @property
@@ -222,7 +222,7 @@ class Trace:
         return self.manifest.steps
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: how many ranks and steps, and each rank."""
+        """A summary for notebooks: the number of ranks and steps, and a table of ranks."""
         strategies = sorted({name for info in self.manifest.ranks for name in info.strategy})
         under = f" under {' and '.join(strategies)}" if strategies else ""
         return table_html(
@@ -237,9 +237,9 @@ class Trace:
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:
-        """The ranks of the job whose recording is not here."""
+        """The ranks of the job that the trace lacks."""
         return tuple(sorted(set(range(self.world_size)) - set(self.events)))
 
     def members(self, group: str) -> Sequence[int]:
-        """The ranks of a process group; all ranks of the job if nothing else is known."""
+        """The ranks of a process group; all ranks of the job if it is not listed."""
         return self.manifest.groups.get(group, ()) or range(self.world_size)

@@ -82,7 +82,7 @@ class UnreducedDataParallel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if self.device_ids:
-            inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
+            inputs, kwargs = torch_private.move_inputs_like_ddp(inputs, kwargs, self.device)
         return self.module(*inputs, **kwargs)
 
     def finish(self) -> None:
@@ -136,7 +136,7 @@ class UnreducedDataParallel(DistributedDataParallel):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """A copy is an ordinary DistributedDataParallel: it takes no part in what this wrapper does."""
-        return torch_private.reduced_to_stock(self)
+        return torch_private.pickle_as_stock_ddp(self)
 
 
 class _Loaded:
@@ -161,7 +161,7 @@ def check_module(module: nn.Module) -> None:
                 "the model is already wrapped", got=name or type(child).__name__, fix="Wrap the bare module.",
             )  # fmt: skip
     averaged.check_module(module)
-    if torch_private.ddp_ignores_some_of(module):
+    if torch_private.ddp_ignores_parameters(module):
         raise UnsupportedError("parameters that DDP is told to ignore are not supported", fix="Use ddp.")
 
 

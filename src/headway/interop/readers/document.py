@@ -24,7 +24,7 @@ from typing import IO
 from headway.errors import TraceError
 from headway.interop.readers.foreign import Document
 from headway.interop.readers.formats import SNIFFED_BYTES
-from headway.trace.rank_columns import TO_RAISE_IT, most_bytes, pieces
+from headway.trace.rank_columns import HOW_TO_RAISE_LIMIT, most_bytes, pieces
 
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 _HEADER_BYTES = 64 * 2**10  # of one member of a tar: long names and attributes take some hundred
@@ -108,7 +108,7 @@ def _check_size(path: Path, stored_bytes: int, unpacked_bytes: int) -> None:
             f"{path} is too large when unpacked",
             got=f"{unpacked_bytes} bytes from {stored_bytes}",
             expected=f"at most {most_bytes(stored_bytes)}",
-            fix=TO_RAISE_IT,
+            fix=HOW_TO_RAISE_LIMIT,
         )
 
 
@@ -309,7 +309,7 @@ def read_document(source: Found, *, lenient: bool = False) -> Document:
                     raise TraceError(
                         f"{source.name} is too large when unpacked",
                         got=f"more than {limit_bytes} bytes from {source.size_bytes}",
-                        fix=TO_RAISE_IT,
+                        fix=HOW_TO_RAISE_LIMIT,
                     )
                 data.write(piece)
         except EOFError:

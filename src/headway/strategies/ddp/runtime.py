@@ -61,7 +61,7 @@ def install_wire(wrapped: DistributedDataParallel, strategy: DistributedDataPara
         )  # fmt: skip
     dumped = strategy.model_dump(mode="json")["wire"]
     setattr(wrapped, _SENT_AS, dumped)
-    torch_private.copied_without_hook(wrapped, _SENT_AS, _COMPRESSING)
+    torch_private.copy_without_hook(wrapped, _SENT_AS, _COMPRESSING)
     retirement.end_unused()
     if wrapped.process_group.size() == 1:
         return

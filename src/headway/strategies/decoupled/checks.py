@@ -49,7 +49,7 @@ def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
         if isinstance(child, torch.jit.ScriptModule):
             raise UnsupportedError("TorchScript modules are not supported", got=where, fix="Use stock DDP.")
     check_dense_gradients(module, "Leave out sparse=True, or use stock DDP.")
-    if torch_private.ddp_ignores_some_of(module):
+    if torch_private.ddp_ignores_parameters(module):
         raise UnsupportedError(
             "parameters that DDP is told to ignore are not supported", fix="Use stock DDP."
         )

@@ -264,7 +264,7 @@ class DecoupledDataParallel(DistributedDataParallel):
         if self._join_config.enable and self.uneven is not None and engine is not None:
             engine.reducer.divisor = self.uneven.divisor(reduces=learning and self.require_backward_grad_sync)
         if self.device_ids:
-            inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
+            inputs, kwargs = torch_private.move_inputs_like_ddp(inputs, kwargs, self.device)
         if self._compiled:
             with torch_private.compiled_in_parts(self._graph_bytes):
                 output = self.module(*inputs, **kwargs)

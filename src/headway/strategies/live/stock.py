@@ -58,7 +58,7 @@ def keep_compiled_parts(wrapped: DistributedDataParallel, script_options: Mappin
     recorded; and caps below a MiB, which compiling does not take, are for buckets alone.
     """
     compiled = any(torch_private.is_compiled(module) for module in wrapped.module.modules())
-    if compiled or torch_private.ddp_keeps_its_cap(wrapped):
+    if compiled or torch_private.ddp_has_separate_bucket_cap(wrapped):
         torch_private.compile_in_parts_of(wrapped, cap_bytes(script_options.get("bucket_cap_mb")))
 
 
@@ -191,7 +191,7 @@ class StockDdp:
         """
         ddp = self.ddp
         self._count_no_more()
-        torch_private.let_go_of_reducer(ddp)
+        torch_private.release_reducer(ddp)
         if self._carried is not None:
             self._carried.end(ddp)
             self._carried = None
@@ -284,7 +284,7 @@ class StockDdp:
         Stock DDP does so in the next forward with gradients, which may be one that evaluates on one rank alone.
         """
         if self.in_force and not self._in_final_buckets:
-            self._in_final_buckets = torch_private.buckets_rebuilt(self.ddp)
+            self._in_final_buckets = torch_private.rebuild_buckets(self.ddp)
 
     def join_hook(self, **options: Any) -> JoinHook:
         """What a rank without inputs does for the others, as stock DDP has it."""

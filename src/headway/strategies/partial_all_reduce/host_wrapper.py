@@ -203,7 +203,7 @@ class HostDataParallel(DistributedDataParallel):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Copy as an ordinary DistributedDataParallel, which is not another worker."""
-        return torch_private.reduced_to_stock(self)
+        return torch_private.pickle_as_stock_ddp(self)
 
 
 def _hosts(meeting: Meeting, module: nn.Module, strategy: PartialAllReduceStrategy) -> Hosts:

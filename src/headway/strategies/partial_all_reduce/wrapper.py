@@ -123,7 +123,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs moved to the device if the script passed ``device_ids``."""
         if self.device_ids:
-            inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
+            inputs, kwargs = torch_private.move_inputs_like_ddp(inputs, kwargs, self.device)
         return super().forward(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -161,7 +161,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Copy as an ordinary DistributedDataParallel, which is not another worker."""
-        return torch_private.reduced_to_stock(self)
+        return torch_private.pickle_as_stock_ddp(self)
 
     def _set_static_graph(self) -> None:
         """Do nothing: gradients are not reduced."""
@@ -189,7 +189,7 @@ def check_options(module: nn.Module, ddp_options: Mapping[str, Any]) -> None:
             "partial all-reduce uses all ranks of the job", got="a process_group",
             fix="Remove process_group. For workers of several processes, set within_hosts in the plan.",
         )  # fmt: skip
-    if torch_private.ddp_ignores_some_of(module):
+    if torch_private.ddp_ignores_parameters(module):
         raise UnsupportedError("parameters ignored by DistributedDataParallel are not supported", fix=FIX)
     _check_devices(module, ddp_options)
 

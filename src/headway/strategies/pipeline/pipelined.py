@@ -46,7 +46,7 @@ from headway.strategies.pipeline import runtime
 from headway.strategies.pipeline.cutting import Cut, TracedCut, cut, traced_cut
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.torch_private.pipelining import PipelineSteps, left_to_torch, merge_outputs_by, tensors_in
+from headway.torch_private.pipelining import PipelineSteps, leave_to_torch, merge_outputs_by, tensors_in
 
 _FORMS = f"the dimensions {PIPELINE} and {DATA}, or {PIPELINE} alone"
 
@@ -299,7 +299,7 @@ class Evaluation:
             self._samples = int(samples)
             # torch keeps shapes, so another batch size needs another schedule.
             self._schedule = ScheduleGPipe(self._make_stage(), self._parts())
-            left_to_torch(self._schedule)
+            leave_to_torch(self._schedule)
             merge_outputs_by(self._schedule, _merged)
         return self._schedule.eval(*(inputs if first else ()))
 

@@ -280,7 +280,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
 
         if not pipelining.is_stage(wrapped):
             return None
-        strategy = pipelining.planned_of(wrapped) or PipelineStrategy(order="recorded")
+        strategy = pipelining.plan_of_stage(wrapped) or PipelineStrategy(order="recorded")
         assert isinstance(strategy, PipelineStrategy)
         return InForce(strategy.model_dump(mode="json", exclude_defaults=True))
 
@@ -320,7 +320,7 @@ def pipelined(
         pipelined_model = PipelinedModel(
             model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
         )
-    if not pipelined_model.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
+    if not pipelined_model.steps.awaits_first_step:  # under headway run --plan it will be, by that plan
         _Injection().take_over(pipelined_model.steps, strategy)
     return pipelined_model
 

@@ -36,7 +36,12 @@ from headway.scheduling.pipeline.program import (
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline.tuning.observed import RankStep, Span
 from headway.strategies.silent import gives_up, in_words, silent_ranks
-from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers, hands_on_no_tensor, tensors_in
+from headway.torch_private.pipelining import (
+    PipelineSteps,
+    ReceiveBuffers,
+    is_non_tensor_output_error,
+    tensors_in,
+)
 
 _KEY = "headway/pipeline/lost"
 _CONNECTION = "gloo"  # part of the error text when a connection is lost
@@ -194,7 +199,8 @@ def check(steps: PipelineSteps) -> None:
     them as empty tensors on ranks outside their mesh.
     """
     local_ends = {
-        str(stage): {"in": steps.given_to(stage), "out": steps.handed_on_by(stage)} for stage in steps.stages
+        str(stage): {"in": steps.received_tensors(stage), "out": steps.sent_tensors(stage)}
+        for stage in steps.stages
     }
     ends_of_stage = {
         int(stage): ends for of_rank in _from_every_rank(steps, local_ends) for stage, ends in of_rank.items()
@@ -357,7 +363,7 @@ class PipelineRuntime:
         self._before_step: Callable[[], object] = _nothing
         self._after_step: Callable[[], object] = _nothing
         self.follow(schedule)
-        steps.carry_out_by(self._step)
+        steps.replace_step(self._step)
 
     def follow(self, schedule: PipelineSchedule) -> None:
         """Switch to the order of ``schedule``; every rank calls this before the same step."""
@@ -386,7 +392,7 @@ class PipelineRuntime:
     def _step(self, arguments: dict[str, Any]) -> None:
         if not self._steps.trains:
             self._with_all_buffers()
-            self._steps.as_torch_does(arguments)
+            self._steps.run_torch_step(arguments)
             return
         watch = self._watch
         if watch is not None:
@@ -440,7 +446,7 @@ class PipelineRuntime:
             try:
                 prepared = self._steps.begin(arguments)
             except RuntimeError as failure:
-                if not hands_on_no_tensor(failure):
+                if not is_non_tensor_output_error(failure):
                     raise
                 raise UserError(
                     f"stage {' or '.join(map(str, self._steps.stages))} outputs something that cannot be sent",
@@ -474,7 +480,7 @@ class PipelineRuntime:
         is_full = kind is Pass.BACKWARD
         last = is_full and not left[stage]
         with self._named_among_replicas(stage) if last else contextlib.nullcontext():
-            self._steps.backward(stage, micro_batch, whole=is_full, last=last, send=send)
+            self._steps.backward(stage, micro_batch, full=is_full, last=last, send=send)
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
     def _named(self, message: Message) -> AbstractContextManager[None]:

@@ -87,7 +87,7 @@ class HookedChannels:
         DDP tells hooks nothing of that.
         """
         wrapped = self._wrapped()
-        if wrapped is not None and torch_private.divides_by_ranks_left(wrapped):
+        if wrapped is not None and torch_private.divides_by_remaining_ranks(wrapped):
             raise UnsupportedError(
                 "this plan divides gradients by the number of all ranks",
                 got="join(divide_by_initial_world_size=False)",
@@ -141,7 +141,7 @@ class HookedBuckets:
         if channels is not None:
             self._abandoning = retirement.when_collected(wrapped, channels.abandon)
         setattr(wrapped, mark, value)
-        torch_private.copied_without_hook(wrapped, mark)
+        torch_private.copy_without_hook(wrapped, mark)
         self.hook(wrapped)
 
     def hook(self, wrapped: DistributedDataParallel) -> None:
@@ -152,7 +152,7 @@ class HookedBuckets:
     def end(self, wrapped: DistributedDataParallel) -> None:
         """Leave ``wrapped``, which has let go of its reducer, without them."""
         delattr(wrapped, self._mark)
-        torch_private.copied_as_itself(wrapped)
+        torch_private.copy_with_hook(wrapped)
         if self._channels is not None and self._abandoning.detach():
             self._channels.abandon()
 
