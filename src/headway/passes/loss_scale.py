@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.errors import HeadwayWarning, UnsupportedError
 from headway.passes.other_forward import map_tensors
-from headway.torch_private.optimizers import Step, before_every_step, gate_steps
+from headway.torch_private.optimizers import Step, before_every_step, gate_steps, is_in_gate
 
 CHECKED_BACKWARDS = 3  # backwards whose graphs are also checked inside the model, which is slow
 FIX = "Use bfloat16, or leave the pass precision out of the plan."

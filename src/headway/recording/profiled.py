@@ -77,7 +77,7 @@ class ProfiledSteps(Watch):
                     expected="a job on a device that torch.profiler can trace",
                     fix="Record a job on the CPU with --detail modules or operators.",
                 )
-            found, _ = device_events(document, steps, RankCompanions([], []))
+            events, _ = device_events(document, steps, RankCompanions([], []))
         else:
             rows = document.of_category("cpu_op")
             rows = rows[document.threads(rows) == steps.main_thread]
