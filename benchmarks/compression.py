@@ -19,9 +19,9 @@ from common import commit, keep_case, median_interval, parse_arguments, report
 from compressed_training.worker import CAP_MB, FOUND, FULL, METHODS, PLAIN, PROBED, QUICK, TRACE, work
 from in_lab import run_in_lab
 
+from headway.bound import bound_of
 from headway.cluster import Cluster
 from headway.lab.spec import LabSpec
-from headway.planning.bound import bound_of
 from headway.replayer.replayer import Replayer
 from headway.trace.folder import load_trace
 

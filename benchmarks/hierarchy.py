@@ -25,6 +25,7 @@ import torch.distributed as dist
 from common import commit, keep_case, median_interval, parse_arguments, report
 from in_lab import run_in_lab
 
+from headway.bound.cuts import cuts_of, least_byte_factor
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.algorithms import (
     ALGORITHMS,
@@ -45,10 +46,9 @@ from headway.collectives.live import prepare
 from headway.collectives.selection import Algorithms, Selection, native
 from headway.lab.spec import LabSpec
 from headway.measuring.probe import probe_cluster
+from headway.network.algorithm_choices import algorithm_choices
 from headway.network.collective_costs import CANDIDATES, Effort, fitted, timings_of
-from headway.planning.algorithm_choices import algorithm_choices
-from headway.planning.bound.cuts import cuts_of, least_byte_factor
-from headway.planning.link_cost import LinkCosts
+from headway.network.link_cost import LinkCosts
 from headway.simulation.engine import play
 
 WORKER = "--worker"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from headway.bound import bound_of
 from headway.cluster import Cluster, Host
 from headway.graph.computation import Computation
 from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.bound import bound_of
 from headway.scheduling.buckets import GATHER_MODES
 from headway.strategies.live.module_spec import model_spec
 from paced_training.jobs import PacedJob

@@ -9,8 +9,8 @@ from itertools import combinations, pairwise
 from headway.errors import UserError
 from headway.job import Job
 from headway.model import ParameterSpec
-from headway.planning.algorithm_choices import algorithm_choices
-from headway.planning.link_cost import LinkCosts
+from headway.network.algorithm_choices import algorithm_choices
+from headway.network.link_cost import LinkCosts
 from headway.scheduling.buckets import GATHER_MODES, GatherMode, whole_parameter
 from headway.scheduling.fusion import bucket_caps_mb
 from headway.simulator.simulate import Simulator

@@ -8,6 +8,7 @@ import pytest
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
+from headway.bound import bound_of
 from headway.cli.optimize import WITHIN, doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
@@ -17,7 +18,6 @@ from headway.optimization.explanation import explain
 from headway.optimization.result import best_first, best_to_take, plan_of
 from headway.optimization.search import _changes, candidate_strategies, search
 from headway.plan import Plan
-from headway.planning.bound import bound_of
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulator.expectation import Expectation

@@ -5,8 +5,8 @@ from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.selection import RINGS, Algorithms
-from headway.planning import algorithm_choices as choices
-from headway.planning.link_cost import LinkCosts
+from headway.network import algorithm_choices as choices
+from headway.network.link_cost import LinkCosts
 from headway.scheduling.buckets import GATHER_MODES
 from headway.strategies.decoupled.planner.search import plan
 from headway.strategies.decoupled.planner.surrogate import Predictor

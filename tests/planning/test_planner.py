@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
+from headway.bound import bound_of
 from headway.collectives.selection import RINGS
 from headway.job import Job
-from headway.planning.bound import bound_of
 from headway.scheduling.buckets import (
     GATHER_MODES,
     BucketSchedule,

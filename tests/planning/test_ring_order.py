@@ -12,8 +12,8 @@ from tests.exhaustive import examples
 from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import Cluster, Host, SlowPath
-from headway.planning import ring_order
-from headway.planning.ring_order import ring_order_on
+from headway.network import algorithm_choices
+from headway.network.algorithm_choices import ring_order_on
 from headway.strategies.decoupled.planner.search import plan
 
 SLOW = 0.1
@@ -58,7 +58,7 @@ def test_ranks_of_a_host_stay_together() -> None:
 def test_one_way_can_always_be_avoided(most_tried: int, hosts: int, seed: st.DataObject) -> None:
     one = seed.draw(st.integers(0, hosts - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_order, "MOST_TRIED_HOSTS", most_tried)
+        patch.setattr(algorithm_choices, "MOST_TRIED_HOSTS", most_tried)
         order = ring_order_on(on(hosts, [(one, (one + 1) % hosts)]))
     assert sorted(order) == list(range(hosts))
     assert frozenset((one, (one + 1) % hosts)) not in ways_of(order)

@@ -10,7 +10,7 @@ from tests.planning.jobs import cluster_of
 
 from headway.cluster import Cluster
 from headway.collectives.hierarchical import Hosts
-from headway.planning.link_cost import LinkCosts
+from headway.network.link_cost import LinkCosts
 from headway.strategies.decoupled.links import saved_bytes, with_link_rates
 from headway.strategies.live.channels.communication import Job
 

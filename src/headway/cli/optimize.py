@@ -27,11 +27,11 @@ from headway.errors import LaunchError, one_line
 from headway.units import counted, format_bytes, parse_size_bytes
 
 if TYPE_CHECKING:
+    from headway.bound import StepBound
     from headway.optimization.candidate import Candidate
     from headway.optimization.explanation import Explanation
     from headway.optimization.measured import MeasuredChoice
     from headway.optimization.result import SearchResult
-    from headway.planning.bound import StepBound
     from headway.trace.format import Trace
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from headway.bound import StepBound, bound_of
 from headway.cluster import Cluster, CodecCost, Host
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from headway.compression.codec import (
@@ -53,7 +54,6 @@ from headway.model import ModelSpec, ParameterSpec, PassMemory
 from headway.passes.base import Pass, whole_model, with_timelines
 from headway.passes.measured import MeasuredModules, MeasuredPass
 from headway.permission import ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS, Permission
-from headway.planning.bound import StepBound, bound_of
 from headway.plugins import API_VERSION
 from headway.scheduling.buckets import Bucket, BucketReadiness, BucketSchedule, make_buckets
 from headway.scheduling.buckets import whole_parameter as whole

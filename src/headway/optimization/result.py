@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from headway.bound import StepBound
 from headway.errors import UserError
 from headway.optimization.candidate import Candidate, is_as_faithful, is_better, needed_bytes
 from headway.plan import Plan, Prediction
-from headway.planning.bound import StepBound
 from headway.replayer.fidelity import is_reproduced
 from headway.replayer.replayer import Replayer
 from headway.simulator.expectation import SAME_SHARE

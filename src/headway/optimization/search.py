@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from headway.bound import PlanBounds, StepBound, bound_of, form_of, least_sent_share
 from headway.errors import UserError, one_line
 from headway.job import Job
 from headway.optimization.candidate import UNCHANGED, Candidate, exclusion, within
@@ -18,7 +19,6 @@ from headway.optimization.sizes import Size, for_script, script_micro_batches, s
 from headway.optimization.with_passes import WithPasses, with_passes
 from headway.permission import permitted
 from headway.plan.permissions import check_allowed
-from headway.planning.bound import PlanBounds, StepBound, bound_of, form_of, least_sent_share
 from headway.plugins import PluginFaultError, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule

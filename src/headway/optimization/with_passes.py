@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from headway.bound import Form, StepBound, bound_of
 from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.candidate import UNCHANGED, Candidate, fits_within
 from headway.passes.base import Pass, rewritten
 from headway.passes.registry import passes
 from headway.permission import permitted
-from headway.planning.bound import Form, StepBound, bound_of
 from headway.plugins import PluginFaultError, answers, asking, leave_out
 from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of

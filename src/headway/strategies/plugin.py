@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
+from headway.bound import StepBound
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import native
 from headway.job import Job
-from headway.planning.bound import StepBound
 from headway.plugins import API_VERSION
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy

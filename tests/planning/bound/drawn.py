@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from headway.bound import Form
 from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
 from headway.collectives.algorithms import ALGORITHMS, FOR_HALVES
 from headway.collectives.hierarchical import Hosts
@@ -21,7 +22,6 @@ from headway.graph.computation import Computation, Item, Part, Timeline
 from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.planning.bound import Form
 from headway.scheduling.buckets import GATHER_MODES
 from headway.strategies.base import Strategy
 from headway.strategies.ddp.policy import DistributedDataParallelStrategy

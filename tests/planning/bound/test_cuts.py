@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from headway.bound.cuts import cuts_of, least_byte_factor
 from headway.cluster import AlgorithmCost, Cluster, Host, Traffic
-from headway.planning.bound.cuts import cuts_of, least_byte_factor
 
 
 def cluster(*hosts: tuple[int, float, float], **given: object) -> Cluster:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.planning.bound.step_bound import least_lateness
+from headway.bound.step_bound import least_lateness
 
 
 def test_what_is_due_first_is_served_first() -> None:

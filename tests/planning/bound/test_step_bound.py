@@ -10,14 +10,14 @@ from tests.exhaustive import examples
 from tests.planning.bound.drawn import MS, Drawn, drawn
 from tests.planning.jobs import PlannedJob, layered_job
 
+from headway.bound import Form, PlanBounds, bound_of, form_of, least_sent_share
+from headway.bound.step_bound import COMPUTATION
 from headway.cluster import Cluster, Host, Traffic
 from headway.collectives.algorithms import HIERARCHICAL
 from headway.graph.computation import Computation
 from headway.graph.step_layout import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.planning.bound import Form, PlanBounds, bound_of, form_of, least_sent_share
-from headway.planning.bound.step_bound import COMPUTATION
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 from headway.simulator.simulate import simulate
 from headway.strategies.base import Strategy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headway.bound import bound_of
 from headway.collectives.algorithms import NCCL
 from headway.compression.cast import is_only_cast
 from headway.compression.codec import takes_all
@@ -12,8 +13,7 @@ from headway.compression.registry import proposed as proposed_codecs
 from headway.graph.step_layout import profile_of
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.bound import bound_of
-from headway.planning.link_cost import all_reduce_cost
+from headway.network.link_cost import all_reduce_cost
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies import ddp_steps

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headway.bound import bound_of
 from headway.cluster import BACKGROUND_UPDATE, RUNTIME_COSTS, Cluster
 from headway.collectives.algorithms import ALL_GATHER, NCCL, REDUCE_SCATTER, RING
 from headway.compression.cast import Cast
@@ -20,7 +21,6 @@ from headway.compression.codec import takes_all
 from headway.errors import UnsupportedError
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.bound import bound_of
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 from headway.strategies.base import Strategy
 from headway.strategies.decoupled.granularity import UpdateGranularity, granularity_named

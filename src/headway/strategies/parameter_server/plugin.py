@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from headway.bound import bound_of
 from headway.collectives.algorithms import ALL_REDUCE, NCCL, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import Selection
@@ -14,7 +15,6 @@ from headway.collectives.servers import EVENLY
 from headway.graph.build import GraphBuilder
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.bound import bound_of
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies import ddp_steps
 from headway.strategies.base import Strategy

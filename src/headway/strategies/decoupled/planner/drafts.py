@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headway.model import ModelSpec
-from headway.planning.link_cost import LinkCost
+from headway.network.link_cost import LinkCost
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, make_buckets
 from headway.scheduling.fusion import Groups, coalesced, cut, fill, size_bytes

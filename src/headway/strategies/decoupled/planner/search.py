@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from headway.graph.step_layout import profile_of
 from headway.job import Job
-from headway.planning.algorithm_choices import algorithm_choices
-from headway.planning.link_cost import LinkCosts
+from headway.network.algorithm_choices import algorithm_choices
+from headway.network.link_cost import LinkCosts
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 from headway.strategies.decoupled.planner.drafts import (
     DraftGroups,

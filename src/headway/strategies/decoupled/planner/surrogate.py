@@ -27,7 +27,7 @@ from headway.graph.disturbance import ROUNDS
 from headway.graph.step_layout import StepProfile
 from headway.intervals import merged
 from headway.model import DTYPE_BYTES, ModelSpec
-from headway.planning.link_cost import CollectiveCost, LinkCosts
+from headway.network.link_cost import CollectiveCost, LinkCosts
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, earlier_on_channel, joined
 
 

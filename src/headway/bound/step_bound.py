@@ -26,11 +26,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from headway.bound.cuts import Cut, cuts_of, least_byte_factor
+from headway.bound.periods import Form, Period, Ranks, ranks_of
 from headway.collectives.algorithms import REDUCE_SCATTER
 from headway.graph.computation import Part, Timeline
 from headway.job import Job
-from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
-from headway.planning.bound.periods import Form, Period, Ranks, ranks_of
 from headway.scheduling.buckets import BucketSchedule
 
 Work = tuple[float, float, float]

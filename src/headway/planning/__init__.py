@@ -1,1 +1,0 @@
-"""Plans bucket schedules, predicts their steps quickly, and bounds every plan from below."""
