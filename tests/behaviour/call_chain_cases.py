@@ -44,7 +44,8 @@ class Calls:
 
     def on_thread(self, frame: FrameType, event: str, _argument: Any) -> None:
         """A profile function."""
-        if self.watching and event == "call" and frame.f_code.co_filename.endswith("/collectives/live.py"):
+        runs = frame.f_code.co_filename.endswith("/collectives/live.py") and frame.f_code.co_name == "run"
+        if self.watching and event == "call" and runs:
             self.to_collective.append(chain_to(frame))
 
 
