@@ -34,7 +34,7 @@ def check_wire(module: nn.Module, strategy: DistributedDataParallelStrategy) -> 
     for name, parameter in trained:
         if str(parameter.dtype).removeprefix("torch.") not in FLOATS:
             raise UnsupportedError(
-                "only gradients of real numbers can be sent as something else",
+                "only floating-point gradients can be compressed",
                 got=f"{name}: {parameter.dtype}", expected=" or ".join(FLOATS), fix="Leave out wire.",
             )  # fmt: skip
     check_dense_gradients(module, "Leave out wire.")
