@@ -323,5 +323,5 @@ def test_quicker_modules_by_pattern() -> None:
     assert base_ms - half.step_ms == pytest.approx(spent_ms / 2, rel=0.01)
     everything = replayer.replay(what_if=WhatIf.parse(["kernels:*=0.5x", "kernels:*=2x"]))
     assert everything.step_ms == pytest.approx(base_ms)
-    with pytest.raises(TraceError, match="that matches; got 'nothing'"):
+    with pytest.raises(TraceError, match="module; got 'nothing'"):
         replayer.replay(what_if=WhatIf.parse(["kernels:nothing=0.5x"]))

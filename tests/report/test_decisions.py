@@ -118,7 +118,7 @@ def test_the_command_prints_each_decision_with_its_reason(
     assert ("goes on with pipeline, 1F1B" in rows[0], "in step 0" in rows[0]) == (True, True)
     assert "now pipeline, <2F2B>, instead of pipeline, 1F1B" in rows[1]
     assert rows[3].startswith("4 to 59 ")
-    assert rows[3].rstrip().endswith("as in step 3 (so decided 56 times)")
+    assert rows[3].rstrip().endswith("as in step 3 (decided 56 times)")
     assert (tmp_path / "page.html").stat().st_size > 1000
     assert run(["decisions", str(written), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["decisions"]) == 59

@@ -120,7 +120,7 @@ def test_tars_that_are_larger_inside(tmp_path: Path, kind: str) -> None:
     long_name.pax_headers = {"comment": "1" * 40_000_000}
     for number, (info, data, complaint) in enumerate(
         [
-            (huge, b"x", "too large when unpacked"), (sparse, b"x", "far more than traces do"),
+            (huge, b"x", "too large when unpacked"), (sparse, b"x", "too large when unpacked"),
             (small, b"x", "is not a regular file"), (long_name, b"x", "a header is too long"),
         ]
     ):  # fmt: skip
@@ -132,7 +132,7 @@ def test_tars_that_are_larger_inside(tmp_path: Path, kind: str) -> None:
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
         assert complaint in refusal(path), number
-        if complaint == "too large when unpacked":
+        if info is huge:
             assert complaint in refusal(path, lenient=True)
 
 

@@ -228,8 +228,6 @@ def test_cycles_of_whole_documents(tmp_path: Path) -> None:
 
 def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:
     files = {f"rank{rank}.json": document(job_events((rank, rank + 5)), rank=rank) for rank in (0, 1)}
-    with pytest.raises(
-        TraceError, match=r"the ranks have no recorded step in common; got \{0: \[0, 5\], 1: \[1, 6\]\}"
-    ):
+    with pytest.raises(TraceError, match=r"the ranks share no step; got \{0: \[0, 5\], 1: \[1, 6\]\}"):
         imported(tmp_path, files)
     assert not (tmp_path / "out").exists()

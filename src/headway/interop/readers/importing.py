@@ -162,7 +162,7 @@ def _outcome(
     except TraceError as failure:
         return failure
     except MemoryError:
-        return TraceError(f"{found.name} takes more memory than there is", got=f"{found.size_bytes} bytes")
+        return TraceError(f"{found.name} does not fit into memory", got=f"{found.size_bytes} bytes")
     except Exception as error:
         if is_own(reader):
             raise
@@ -291,7 +291,7 @@ def _nothing_timed(companions: Sequence[Companion], refused: Sequence[str]) -> T
     if not companions:
         return TraceError("no file could be read", got=refused[0] if refused else "nothing")
     lacks = execution_trace.LACKS if companions[0].kind == "execution_trace" else flight_recorder.LACKS
-    return TraceError(f"nothing here has times. {lacks}", got=companions[0].source)
+    return TraceError(f"no file contains times. {lacks}", got=companions[0].source)
 
 
 def _unused(companions: Sequence[Companion], ranks: Sequence[ForeignRank]) -> list[str]:
@@ -300,9 +300,9 @@ def _unused(companions: Sequence[Companion], ranks: Sequence[ForeignRank]) -> li
     return [
         f"{companion.source} was not used: "
         + (
-            "it does not say which rank it is of; put that into its name, as in rank3.json."
+            "its rank is unknown; put it into the file name, as in rank3.json."
             if companion.rank is None
-            else f"it is of rank {companion.rank}, of which nothing here has times."
+            else f"no file contains times of rank {companion.rank}."
         )
         for companion in companions
         if companion.rank not in timed
