@@ -50,7 +50,7 @@ def test_ranks_that_are_missing(tmp_path: Path) -> None:
 
 
 FAILURES: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    "companions alone": (["kineto/flight*"], {}, r"nothing here has times\. A flight recorder"),
+    "companions alone": (["kineto/flight*"], {}, r"no file contains times\. A flight recorder"),
     "a pickle": (["flight_recorder/*"], {}, "is a pickle, which is never opened"),
     "nothing known": (["kineto/make.py"], {}, "no file of a known format; got 1 file,"),
     "another format": (["kineto/rank0*"], {"format_name": "chakra"}, "rank0"),

@@ -146,7 +146,7 @@ def _result(found: Found, waiting: Waiting) -> Reading | TraceError:
         return waiting.result()
     except (BrokenProcessPool, OSError):  # killed for want of memory, or the file is gone
         return TraceError(
-            f"{found.name} could not be read", got="its reader ended", fix="Import it on its own."
+            f"{found.name} could not be read", got="its reader process died", fix="Import it on its own."
         )
 
 
