@@ -14,7 +14,7 @@ CASES = "tests.behaviour.bad_pipeline_cases"
 def test_all_ranks_refuse_what_one_of_them_is_given() -> None:
     for said in workers.run(3, f"{CASES}:refused", timeout_s=60):
         assert all(each.startswith("UserError: ") for each in said.values()), said
-        assert "rank 0: the batch cannot be split into 4 micro-batches of one size" in said["uneven batch"]
+        assert "rank 0: the batch does not split into 4 micro-batches of equal size" in said["uneven batch"]
         assert "they have 2, 2, 2, 1 samples" in said["uneven batch"]
         assert "rank 0: the batch has fewer samples than 4 micro-batches" in said["small batch"]
         assert "rank 2: the target does not split" in said["uneven target"]
