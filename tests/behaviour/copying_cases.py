@@ -18,7 +18,7 @@ from headway.strategies.registry import names, policy_named
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ddp": [{}, {"wire": [{"codec": "int8"}]}, {"wire": [{"dtype": "bfloat16"}]}],
-    "decoupled": [{"tune": False}],
+    "decoupled": [{}],
     "local-sgd": [{"steps": 2}],
     "partial-all-reduce": [{"groups": "static"}, {"groups": "all"}],
 }
