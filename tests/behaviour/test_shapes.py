@@ -20,7 +20,7 @@ CASES = "tests.behaviour.shape_cases"
 
 def test_of_two_models_the_larger_is_recorded_an_iteration_a_step(tmp_path: Path) -> None:
     for warned in workers.run(2, f"{CASES}:two_models", str(tmp_path), timeout_s=120):
-        assert any("recorded of Generator" in message and "Critic" in message for message in warned)
+        assert any("gradients of Generator" in message and "Critic" in message for message in warned)
     trace = headway.load_trace(tmp_path / "two")
     assert [parameter.module for parameter in trace.model.parameters] == ["0", "0", "2", "2"]
     for step in trace.steps:
